@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fast, dependable client side of Arctic RL for verl: batches, payloads and weight sync in C."""
+
+from arctic_rl_c._core import (
+    ArcticError,
+    ConfigError,
+    PayloadError,
+    PeerLostError,
+    PeerTimeoutError,
+    TornWeightsError,
+    TransportUnavailableError,
+    WeightMismatchError,
+    WeightSyncError,
+    WireError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArcticError",
+    "ConfigError",
+    "PayloadError",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "TornWeightsError",
+    "TransportUnavailableError",
+    "WeightMismatchError",
+    "WeightSyncError",
+    "WireError",
+]

@@ -1,0 +1,877 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "python/tensor.h"
+
+#include "python/dlpack.h"
+#include "python/errors.h"
+
+#include <string.h>
+
+const char *
+arl_type_name(PyObject *object)
+{
+    return Py_TYPE(object)->tp_name;
+}
+
+/* ---- torch, looked up once ---------------------------------------------------------------- */
+
+static int
+torch_cache_dtypes(arl_state_t *state, PyObject *torch)
+{
+    PyObject *dtypes = PyDict_New(); /* torch.dtype -> our number */
+
+    if (dtypes == NULL) {
+        return -1;
+    }
+    for (int i = 1; i < ARL_DTYPE_COUNT; i++) {
+        PyObject *dtype, *number;
+        int status;
+
+        if (!arl_dtype_valid(i)) {
+            continue;
+        }
+        dtype = PyObject_GetAttrString(torch, arl_dtype_name((arl_dtype_t)i));
+        if (dtype == NULL) { /* a dtype younger than this torch */
+            PyErr_Clear();
+            continue;
+        }
+        Py_XSETREF(state->torch_dtype_of[i], dtype);
+        number = PyLong_FromLong(i);
+        status = number == NULL ? -1 : PyDict_SetItem(dtypes, dtype, number);
+        Py_XDECREF(number);
+        if (status < 0) {
+            Py_DECREF(dtypes);
+            return -1;
+        }
+    }
+    Py_XSETREF(state->torch_dtypes, dtypes);
+    return 0;
+}
+
+static int
+torch_cache(arl_state_t *state, PyObject *torch)
+{
+    PyObject *nested = PyObject_GetAttrString(torch, "nested");
+
+    if (nested == NULL) {
+        return -1;
+    }
+    state->torch_nested_from_jagged = PyObject_GetAttrString(nested, "nested_tensor_from_jagged");
+    Py_DECREF(nested);
+    state->torch_from_numpy = PyObject_GetAttrString(torch, "from_numpy");
+    state->torch_jagged = PyObject_GetAttrString(torch, "jagged");
+    state->torch_strided = PyObject_GetAttrString(torch, "strided");
+    state->torch_tensor_type = PyObject_GetAttrString(torch, "Tensor");
+    if (state->torch_nested_from_jagged == NULL || state->torch_from_numpy == NULL ||
+        state->torch_jagged == NULL || state->torch_strided == NULL ||
+        state->torch_tensor_type == NULL || torch_cache_dtypes(state, torch) < 0) {
+        return -1;
+    }
+    state->torch = Py_NewRef(torch); /* last: says that all of it is there */
+    return 0;
+}
+
+/* 1: torch is in the process and cached; 0: it is not (or is still importing); -1: error. */
+static int
+torch_ready(arl_state_t *state)
+{
+    PyObject *modules, *torch;
+
+    if (state->torch != NULL) {
+        return 1;
+    }
+    modules = PySys_GetObject("modules"); /* borrowed from sys, used at once */
+    if (modules == NULL) {
+        return 0;
+    }
+    torch = PyMapping_GetItemString(modules, "torch");
+    if (torch == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (torch_cache(state, torch) < 0) {
+        Py_DECREF(torch);
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        return 0;
+    }
+    Py_DECREF(torch);
+    return 1;
+}
+
+int
+arl_is_torch_tensor(arl_state_t *state, PyObject *object)
+{
+    int ready;
+
+    if (PyArray_Check(object) || PyLong_Check(object) || PyDict_Check(object)) {
+        return 0;
+    }
+    ready = torch_ready(state);
+    if (ready <= 0) {
+        return ready;
+    }
+    return PyObject_TypeCheck(object, (PyTypeObject *)state->torch_tensor_type) ? 1 : 0;
+}
+
+/* ---- torch import --------------------------------------------------------------------------- */
+
+/* Reads a tuple (or torch.Size) of integers. Returns its length, or -1. */
+static int
+read_dims(PyObject *dims, int64_t *out)
+{
+    Py_ssize_t n;
+
+    if (!PyTuple_Check(dims)) {
+        PyErr_Format(PyExc_TypeError, "expected a tuple of sizes, got %s", arl_type_name(dims));
+        return -1;
+    }
+    n = PyTuple_GET_SIZE(dims);
+    if (n > ARL_VIEW_DIMS_MAX) {
+        return (int)n; /* the caller says so with its key */
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        out[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(dims, i));
+        if (out[i] == -1 && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    return (int)n;
+}
+
+static int
+torch_read_shape(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
+                 arl_view_t *view)
+{
+    PyObject *shape, *stride;
+    int ndim, stride_ndim;
+
+    shape = PyObject_GetAttr(object, state->names.shape);
+    if (shape == NULL) {
+        return -1;
+    }
+    ndim = read_dims(shape, view->shape);
+    Py_DECREF(shape);
+    if (ndim < 0) {
+        return -1;
+    }
+    if (ndim > ARL_VIEW_DIMS_MAX) {
+        (void)arl_raise_format(state, code, "import tensor",
+                               "%s: has %d dimensions, at most %d are supported", key, ndim,
+                               (int)ARL_VIEW_DIMS_MAX);
+        return -1;
+    }
+    stride = PyObject_CallMethodNoArgs(object, state->names.stride);
+    if (stride == NULL) {
+        return -1;
+    }
+    stride_ndim = read_dims(stride, view->strides);
+    Py_DECREF(stride);
+    if (stride_ndim != ndim) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_RuntimeError, "torch tensor's shape and stride disagree");
+        }
+        return -1;
+    }
+    view->ndim = ndim;
+    for (int i = 0; i < ndim; i++) {
+        view->strides[i] *= (int64_t)view->itemsize;
+    }
+    return 0;
+}
+
+static int
+torch_read_dtype(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
+                 arl_view_t *view)
+{
+    PyObject *dtype, *number = NULL;
+    int found;
+
+    dtype = PyObject_GetAttr(object, state->names.dtype);
+    if (dtype == NULL) {
+        return -1;
+    }
+    found = PyDict_GetItemRef(state->torch_dtypes, dtype, &number);
+    if (found == 0) {
+        PyObject *text = PyObject_Str(dtype);
+
+        if (text != NULL) {
+            const char *name = PyUnicode_AsUTF8(text);
+
+            (void)arl_raise_format(state, code == ARL_ERR_PAYLOAD ? code : ARL_ERR_TYPE,
+                                   "import tensor", "%s: dtype %s is not supported", key,
+                                   name == NULL ? "?" : name);
+            Py_DECREF(text);
+        }
+    }
+    Py_DECREF(dtype);
+    if (found <= 0) {
+        return -1;
+    }
+    view->dtype = (arl_dtype_t)PyLong_AsLong(number);
+    view->itemsize = arl_dtype_size(view->dtype);
+    Py_DECREF(number);
+    return 0;
+}
+
+static int
+torch_read_device(arl_state_t *state, PyObject *object, const char *key, arl_view_t *view)
+{
+    PyObject *device, *type = NULL, *index = NULL;
+    int status = -1;
+
+    (void)key;
+    device = PyObject_GetAttr(object, state->names.device);
+    if (device == NULL) {
+        return -1;
+    }
+    type = PyObject_GetAttr(device, state->names.type);
+    index = type == NULL ? NULL : PyObject_GetAttr(device, state->names.index);
+    if (index == NULL) {
+        goto release;
+    }
+    view->device_index = 0;
+    if (PyUnicode_CompareWithASCIIString(type, "cpu") == 0) {
+        view->device_type = ARL_DEVICE_CPU;
+    }
+    else {
+        view->device_type = PyUnicode_CompareWithASCIIString(type, "cuda") == 0 ? ARL_DEVICE_CUDA
+                                                                                : ARL_DEVICE_OTHER;
+        if (index != Py_None) {
+            view->device_index = (int)PyLong_AsLong(index);
+            if (view->device_index == -1 && PyErr_Occurred()) {
+                goto release;
+            }
+        }
+    }
+    status = 0;
+release:
+    Py_XDECREF(index);
+    Py_XDECREF(type);
+    Py_DECREF(device);
+    return status;
+}
+
+static int
+torch_check_strided(arl_state_t *state, PyObject *object, const char *key, arl_status_t code)
+{
+    PyObject *layout = PyObject_GetAttr(object, state->names.layout);
+    bool strided;
+
+    if (layout == NULL) {
+        return -1;
+    }
+    strided = layout == state->torch_strided;
+    if (!strided) {
+        PyObject *text = PyObject_Str(layout);
+
+        if (text != NULL) {
+            const char *name = PyUnicode_AsUTF8(text);
+
+            (void)arl_raise_format(state, code, "import tensor",
+                                   "%s: layout is %s, a dense (strided) tensor is needed", key,
+                                   name == NULL ? "?" : name);
+            Py_DECREF(text);
+        }
+    }
+    Py_DECREF(layout);
+    return strided ? 0 : -1;
+}
+
+static int
+torch_import(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
+             arl_tensor_t *out_p)
+{
+    arl_view_t view = {0};
+    PyObject *pointer;
+
+    if (torch_check_strided(state, object, key, code) < 0 ||
+        torch_read_dtype(state, object, key, code, &view) < 0 ||
+        torch_read_shape(state, object, key, code, &view) < 0 ||
+        torch_read_device(state, object, key, &view) < 0) {
+        return -1;
+    }
+    if (view.device_type != ARL_DEVICE_OTHER) { /* meta and fake tensors have no storage */
+        pointer = PyObject_CallMethodNoArgs(object, state->names.data_ptr);
+        if (pointer == NULL) {
+            return -1;
+        }
+        view.data = PyLong_AsVoidPtr(pointer);
+        Py_DECREF(pointer);
+        if (view.data == NULL && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    out_p->view = view;
+    out_p->kind = ARL_TENSOR_TORCH;
+    out_p->owner = Py_NewRef(object);
+    return 0;
+}
+
+/* ---- NumPy import --------------------------------------------------------------------------- */
+
+static arl_dtype_t
+numpy_dtype(PyArrayObject *array)
+{
+    PyArray_Descr *descr = PyArray_DESCR(array);
+    PyObject *name;
+    arl_dtype_t dtype = ARL_DTYPE_NONE;
+
+    if (PyArray_ISBYTESWAPPED(array)) {
+        return ARL_DTYPE_NONE;
+    }
+    /* By name, so that ml_dtypes' bfloat16 and float8 arrays work too. */
+    name = PyObject_GetAttrString((PyObject *)descr, "name");
+    if (name != NULL && PyUnicode_Check(name)) {
+        const char *text = PyUnicode_AsUTF8(name);
+
+        if (text != NULL) {
+            dtype = arl_dtype_from_name(text);
+        }
+    }
+    Py_XDECREF(name);
+    PyErr_Clear();
+    return dtype;
+}
+
+static arl_dtype_t
+numpy_dtype_fast(PyArrayObject *array)
+{
+    if (PyArray_ISBYTESWAPPED(array)) {
+        return ARL_DTYPE_NONE;
+    }
+    switch (PyArray_TYPE(array)) {
+    case NPY_BOOL:
+        return ARL_DTYPE_BOOL;
+    case NPY_INT32:
+        return ARL_DTYPE_I32;
+    case NPY_INT64:
+        return ARL_DTYPE_I64;
+    case NPY_FLOAT32:
+        return ARL_DTYPE_F32;
+    case NPY_FLOAT64:
+        return ARL_DTYPE_F64;
+    default:
+        return numpy_dtype(array);
+    }
+}
+
+static int
+numpy_import(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
+             arl_tensor_t *out_p)
+{
+    PyArrayObject *array = (PyArrayObject *)object;
+    arl_view_t view = {0};
+
+    view.dtype = numpy_dtype_fast(array);
+    if (view.dtype == ARL_DTYPE_NONE) {
+        PyObject *text = PyObject_Str((PyObject *)PyArray_DESCR(array));
+
+        if (text != NULL) {
+            const char *name = PyUnicode_AsUTF8(text);
+
+            (void)arl_raise_format(state, code == ARL_ERR_PAYLOAD ? code : ARL_ERR_TYPE,
+                                   "import tensor", "%s: dtype %s is not supported", key,
+                                   name == NULL ? "?" : name);
+            Py_DECREF(text);
+        }
+        return -1;
+    }
+    if (PyArray_NDIM(array) > ARL_VIEW_DIMS_MAX) {
+        (void)arl_raise_format(state, code, "import tensor",
+                               "%s: has %d dimensions, at most %d are supported", key,
+                               PyArray_NDIM(array), (int)ARL_VIEW_DIMS_MAX);
+        return -1;
+    }
+    view.itemsize = arl_dtype_size(view.dtype);
+    view.data = PyArray_DATA(array);
+    view.ndim = PyArray_NDIM(array);
+    for (int i = 0; i < view.ndim; i++) {
+        view.shape[i] = (int64_t)PyArray_DIM(array, i);
+        view.strides[i] = (int64_t)PyArray_STRIDE(array, i);
+    }
+    view.readonly = !PyArray_ISWRITEABLE(array);
+    out_p->view = view;
+    out_p->kind = ARL_TENSOR_NUMPY;
+    out_p->owner = Py_NewRef(object);
+    return 0;
+}
+
+/* ---- DLPack import -------------------------------------------------------------------------- */
+
+static PyObject *
+dlpack_capsule(PyObject *object)
+{
+    PyObject *method, *kwargs, *empty, *capsule = NULL;
+
+    method = PyObject_GetAttrString(object, "__dlpack__");
+    if (method == NULL) {
+        return NULL;
+    }
+    kwargs = Py_BuildValue("{s(ii)}", "max_version", 1, 0);
+    empty = PyTuple_New(0);
+    if (kwargs != NULL && empty != NULL) {
+        capsule = PyObject_Call(method, empty, kwargs);
+        if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear(); /* a producer older than DLPack 1.0 */
+            capsule = PyObject_CallNoArgs(method);
+        }
+    }
+    Py_XDECREF(empty);
+    Py_XDECREF(kwargs);
+    Py_DECREF(method);
+    return capsule;
+}
+
+static int
+dlpack_fill(arl_state_t *state, const arl_dl_tensor_t *tensor, const char *key, arl_status_t code,
+            arl_view_t *view)
+{
+    view->dtype = arl_dlpack_dtype(tensor->dtype);
+    if (view->dtype == ARL_DTYPE_NONE) {
+        (void)arl_raise_format(state, code == ARL_ERR_PAYLOAD ? code : ARL_ERR_TYPE,
+                               "import tensor",
+                               "%s: DLPack dtype (code %d, %d bits, %d lanes) is not supported", key,
+                               tensor->dtype.code, tensor->dtype.bits, tensor->dtype.lanes);
+        return -1;
+    }
+    if (tensor->ndim < 0 || tensor->ndim > ARL_VIEW_DIMS_MAX) {
+        (void)arl_raise_format(state, code, "import tensor",
+                               "%s: has %d dimensions, at most %d are supported", key,
+                               (int)tensor->ndim, (int)ARL_VIEW_DIMS_MAX);
+        return -1;
+    }
+    view->itemsize = arl_dtype_size(view->dtype);
+    view->ndim = tensor->ndim;
+    for (int i = view->ndim - 1; i >= 0; i--) {
+        view->shape[i] = tensor->shape[i];
+        if (tensor->strides != NULL) {
+            view->strides[i] = tensor->strides[i] * (int64_t)view->itemsize;
+        }
+        else { /* dense row-major, by the standard */
+            view->strides[i] = i == view->ndim - 1
+                                   ? (int64_t)view->itemsize
+                                   : view->strides[i + 1] * view->shape[i + 1];
+        }
+    }
+    view->data = (char *)tensor->data + tensor->byte_offset;
+    view->device_type = tensor->device.type == ARL_DL_CPU || tensor->device.type == ARL_DL_CUDA_HOST
+                            ? ARL_DEVICE_CPU
+                        : tensor->device.type == ARL_DL_CUDA ? ARL_DEVICE_CUDA
+                                                             : ARL_DEVICE_OTHER;
+    view->device_index = view->device_type == ARL_DEVICE_CPU ? 0 : tensor->device.id;
+    return 0;
+}
+
+/* The capsule is the owner: as it is never renamed, its destructor calls the producer's deleter. */
+static int
+dlpack_import(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
+              arl_tensor_t *out_p)
+{
+    PyObject *capsule = dlpack_capsule(object);
+    const arl_dl_tensor_t *tensor = NULL;
+    arl_view_t view = {0};
+
+    if (capsule == NULL) {
+        return -1;
+    }
+    if (PyCapsule_IsValid(capsule, ARL_DL_CAPSULE_VERSIONED)) {
+        const arl_dl_managed_versioned_t *managed =
+            PyCapsule_GetPointer(capsule, ARL_DL_CAPSULE_VERSIONED);
+
+        if (managed->version.major != 1) {
+            (void)arl_raise_format(state, code, "import tensor",
+                                   "%s: DLPack version %u.%u, only 1.x is understood", key,
+                                   managed->version.major, managed->version.minor);
+            Py_DECREF(capsule);
+            return -1;
+        }
+        tensor = &managed->tensor;
+        view.readonly = (managed->flags & ARL_DL_FLAG_READ_ONLY) != 0;
+    }
+    else if (PyCapsule_IsValid(capsule, ARL_DL_CAPSULE)) {
+        tensor = &((const arl_dl_managed_t *)PyCapsule_GetPointer(capsule, ARL_DL_CAPSULE))->tensor;
+    }
+    if (tensor == NULL) {
+        (void)arl_raise_format(state, code, "import tensor",
+                               "%s: %s.__dlpack__ returned no DLPack capsule", key,
+                               arl_type_name(object));
+        Py_DECREF(capsule);
+        return -1;
+    }
+    if (dlpack_fill(state, tensor, key, code, &view) < 0) {
+        Py_DECREF(capsule);
+        return -1;
+    }
+    out_p->view = view;
+    out_p->kind = ARL_TENSOR_DLPACK;
+    out_p->owner = capsule;
+    return 0;
+}
+
+/* ---- public ---------------------------------------------------------------------------------- */
+
+static int
+tensor_import_any(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
+                  arl_tensor_t *out_p)
+{
+    int torch, dlpack;
+
+    if (PyArray_Check(object)) {
+        return numpy_import(state, object, key, code, out_p);
+    }
+    torch = arl_is_torch_tensor(state, object);
+    if (torch != 0) {
+        return torch < 0 ? -1 : torch_import(state, object, key, code, out_p);
+    }
+    dlpack = PyObject_HasAttrString(object, "__dlpack__");
+    if (dlpack) {
+        return dlpack_import(state, object, key, code, out_p);
+    }
+    (void)arl_raise_format(state, code == ARL_ERR_PAYLOAD ? code : ARL_ERR_TYPE, "import tensor",
+                           "%s: expected a torch tensor, a NumPy array or an object with "
+                           "__dlpack__, got %s",
+                           key, arl_type_name(object));
+    return -1;
+}
+
+int
+arl_tensor_import(arl_state_t *state, PyObject *object, const char *key, int flags,
+                  arl_status_t code, arl_tensor_t *out_p)
+{
+    arl_tensor_t tensor = {0};
+
+    if (tensor_import_any(state, object, key, code, &tensor) < 0) {
+        return -1;
+    }
+    if ((flags & ARL_TENSOR_CPU_ONLY) != 0 && tensor.view.device_type != ARL_DEVICE_CPU) {
+        (void)arl_raise_format(state, code, "import tensor",
+                               "%s: is on %s device %d; move it to the CPU first (.cpu())", key,
+                               tensor.view.device_type == ARL_DEVICE_CUDA ? "a CUDA" : "another",
+                               tensor.view.device_index);
+        arl_tensor_release(&tensor);
+        return -1;
+    }
+    if ((flags & ARL_TENSOR_WRITABLE) != 0 && tensor.view.readonly) {
+        (void)arl_raise_format(state, code, "import tensor",
+                               "%s: is read-only; a writable tensor is needed", key);
+        arl_tensor_release(&tensor);
+        return -1;
+    }
+    if (arl_view_nbytes(&tensor.view) < 0) {
+        (void)arl_raise_format(state, code, "import tensor",
+                               "%s: its sizes are negative or their product overflows", key);
+        arl_tensor_release(&tensor);
+        return -1;
+    }
+    *out_p = tensor;
+    return 0;
+}
+
+void
+arl_tensor_release(arl_tensor_t *tensor)
+{
+    Py_CLEAR(tensor->owner);
+    tensor->view.data = NULL;
+}
+
+int
+arl_nested_check(arl_state_t *state, PyObject *object)
+{
+    PyObject *nested, *layout;
+    int torch, is_nested;
+
+    if (PyTuple_Check(object)) {
+        return PyTuple_GET_SIZE(object) == 2;
+    }
+    torch = arl_is_torch_tensor(state, object);
+    if (torch <= 0) {
+        return torch;
+    }
+    nested = PyObject_GetAttr(object, state->names.is_nested);
+    if (nested == NULL) {
+        return -1;
+    }
+    is_nested = PyObject_IsTrue(nested);
+    Py_DECREF(nested);
+    if (is_nested <= 0) {
+        return is_nested;
+    }
+    layout = PyObject_GetAttr(object, state->names.layout);
+    if (layout == NULL) {
+        return -1;
+    }
+    if (layout != state->torch_jagged) {
+        PyErr_SetString(PyExc_TypeError,
+                        "nested tensor with strided layout; build it with layout=torch.jagged");
+        is_nested = -1;
+    }
+    Py_DECREF(layout);
+    return is_nested;
+}
+
+int
+arl_tensor_read_int64(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
+                      int64_t **values_p, int64_t *count_p)
+{
+    arl_tensor_t tensor = {0};
+    const arl_view_t *view = &tensor.view;
+    int64_t *values;
+
+    if (arl_tensor_import(state, object, key, ARL_TENSOR_CPU_ONLY, code, &tensor) < 0) {
+        return -1;
+    }
+    if (view->ndim != 1 || (view->dtype != ARL_DTYPE_I32 && view->dtype != ARL_DTYPE_I64)) {
+        char text[96];
+
+        arl_view_describe(view, text, sizeof(text));
+        (void)arl_raise_format(state, code, "import tensor",
+                               "%s: is %s, a 1-D int32 or int64 tensor is needed", key, text);
+        arl_tensor_release(&tensor);
+        return -1;
+    }
+    values = PyMem_New(int64_t, view->shape[0] > 0 ? (size_t)view->shape[0] : 1);
+    if (values == NULL) {
+        arl_tensor_release(&tensor);
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    for (int64_t i = 0; i < view->shape[0]; i++) {
+        const char *item = (const char *)view->data + i * view->strides[0];
+
+        if (view->dtype == ARL_DTYPE_I64) {
+            memcpy(&values[i], item, sizeof(int64_t));
+        }
+        else {
+            int32_t narrow;
+
+            memcpy(&narrow, item, sizeof(narrow));
+            values[i] = narrow;
+        }
+    }
+    *count_p = view->shape[0];
+    *values_p = values;
+    arl_tensor_release(&tensor);
+    return 0;
+}
+
+/* Fills nested->lengths from the offsets, or from `lengths` where rows leave holes. */
+static int
+nested_read_rows(arl_state_t *state, PyObject *lengths, const char *key, arl_status_t code,
+                 arl_nested_t *nested, int64_t offset_count)
+{
+    if (offset_count < 1) {
+        (void)arl_raise_format(state, code, "import nested tensor",
+                               "%s: offsets are empty, rows + 1 entries are needed", key);
+        return -1;
+    }
+    nested->rows = offset_count - 1;
+    if (lengths != Py_None) {
+        int64_t count;
+
+        if (arl_tensor_read_int64(state, lengths, key, code, &nested->lengths, &count) < 0) {
+            return -1;
+        }
+        if (count != nested->rows) {
+            (void)arl_raise_format(state, code, "import nested tensor",
+                                   "%s: %lld lengths for %lld rows", key, (long long)count,
+                                   (long long)nested->rows);
+            return -1;
+        }
+        return 0;
+    }
+    nested->lengths = PyMem_New(int64_t, nested->rows > 0 ? (size_t)nested->rows : 1);
+    if (nested->lengths == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    for (int64_t i = 0; i < nested->rows; i++) {
+        if (__builtin_sub_overflow(nested->offsets[i + 1], nested->offsets[i],
+                                   &nested->lengths[i])) {
+            nested->lengths[i] = -1;
+        }
+    }
+    return 0;
+}
+
+static int
+nested_check_rows(arl_state_t *state, const char *key, arl_status_t code,
+                  const arl_nested_t *nested)
+{
+    const arl_view_t *values = &nested->values.view;
+    const int64_t total = values->ndim > 0 ? values->shape[values->ndim - 1] : 0;
+
+    for (int64_t i = 0; i < nested->rows; i++) {
+        const int64_t offset = nested->offsets[i], length = nested->lengths[i];
+
+        if (offset < 0 || length < 0 || offset > total || length > total - offset) {
+            (void)arl_raise_format(state, code, "import nested tensor",
+                                   "%s: row %lld spans [%lld, +%lld) of %lld values", key,
+                                   (long long)i, (long long)offset, (long long)length,
+                                   (long long)total);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+arl_nested_import(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
+                  arl_nested_t *out_p)
+{
+    arl_nested_t nested = {0};
+    PyObject *values = NULL, *lengths = NULL;
+    int64_t offset_count;
+
+    if (PyTuple_Check(object)) { /* (values, offsets) */
+        values = Py_NewRef(PyTuple_GET_ITEM(object, 0));
+        nested.offsets_object = Py_NewRef(PyTuple_GET_ITEM(object, 1));
+        lengths = Py_NewRef(Py_None);
+    }
+    else {
+        values = PyObject_CallMethodNoArgs(object, state->names.values);
+        nested.offsets_object =
+            values == NULL ? NULL : PyObject_CallMethodNoArgs(object, state->names.offsets);
+        lengths = nested.offsets_object == NULL
+                      ? NULL
+                      : PyObject_CallMethodNoArgs(object, state->names.lengths);
+    }
+    if (lengths == NULL ||
+        arl_tensor_import(state, values, key, ARL_TENSOR_CPU_ONLY, code, &nested.values) < 0 ||
+        arl_tensor_read_int64(state, nested.offsets_object, key, code, &nested.offsets,
+                              &offset_count) < 0 ||
+        nested_read_rows(state, lengths, key, code, &nested, offset_count) < 0 ||
+        nested_check_rows(state, key, code, &nested) < 0) {
+        Py_XDECREF(values);
+        Py_XDECREF(lengths);
+        arl_nested_release(&nested);
+        return -1;
+    }
+    Py_DECREF(values);
+    Py_DECREF(lengths);
+    *out_p = nested;
+    return 0;
+}
+
+void
+arl_nested_release(arl_nested_t *nested)
+{
+    arl_tensor_release(&nested->values);
+    PyMem_Free(nested->offsets);
+    PyMem_Free(nested->lengths);
+    nested->offsets = NULL;
+    nested->lengths = NULL;
+    Py_CLEAR(nested->offsets_object);
+}
+
+/* ---- outputs --------------------------------------------------------------------------------- */
+
+/* NumPy's type for `dtype`; for those it lacks, an integer of the same size (bits alone matter,
+ * a torch view gives the real dtype back). */
+static int
+numpy_type_for(arl_dtype_t dtype, bool *exact_p)
+{
+    *exact_p = true;
+    switch (dtype) {
+    case ARL_DTYPE_BOOL:
+        return NPY_BOOL;
+    case ARL_DTYPE_U8:
+        return NPY_UINT8;
+    case ARL_DTYPE_I8:
+        return NPY_INT8;
+    case ARL_DTYPE_U16:
+        return NPY_UINT16;
+    case ARL_DTYPE_I16:
+        return NPY_INT16;
+    case ARL_DTYPE_U32:
+        return NPY_UINT32;
+    case ARL_DTYPE_I32:
+        return NPY_INT32;
+    case ARL_DTYPE_U64:
+        return NPY_UINT64;
+    case ARL_DTYPE_I64:
+        return NPY_INT64;
+    case ARL_DTYPE_F16:
+        return NPY_FLOAT16;
+    case ARL_DTYPE_F32:
+        return NPY_FLOAT32;
+    case ARL_DTYPE_F64:
+        return NPY_FLOAT64;
+    case ARL_DTYPE_C64:
+        return NPY_COMPLEX64;
+    case ARL_DTYPE_C128:
+        return NPY_COMPLEX128;
+    default:
+        *exact_p = false;
+        return arl_dtype_size(dtype) == 1 ? NPY_INT8 : NPY_INT16;
+    }
+}
+
+static PyObject *
+torch_from_array(arl_state_t *state, PyObject *array, arl_dtype_t dtype, bool exact)
+{
+    PyObject *tensor = PyObject_CallOneArg(state->torch_from_numpy, array);
+
+    if (tensor != NULL && !exact) {
+        PyObject *viewed =
+            PyObject_CallMethodOneArg(tensor, state->names.view, state->torch_dtype_of[dtype]);
+
+        Py_SETREF(tensor, viewed);
+    }
+    return tensor;
+}
+
+PyObject *
+arl_tensor_new(arl_state_t *state, arl_tensor_kind_t like, arl_dtype_t dtype, int ndim,
+               const int64_t *shape, arl_view_t *view_p)
+{
+    npy_intp dims[ARL_VIEW_DIMS_MAX];
+    PyObject *array;
+    arl_view_t view = {0};
+    bool exact;
+    int numpy_type = numpy_type_for(dtype, &exact);
+
+    view.dtype = dtype;
+    view.itemsize = arl_dtype_size(dtype);
+    view.ndim = ndim;
+    for (int i = ndim - 1; i >= 0; i--) {
+        dims[i] = (npy_intp)shape[i];
+        view.shape[i] = shape[i];
+        view.strides[i] = i == ndim - 1 ? (int64_t)view.itemsize
+                                        : view.strides[i + 1] * (shape[i + 1] > 0 ? shape[i + 1] : 1);
+    }
+    if (arl_view_nbytes(&view) < 0) {
+        return PyErr_Format(PyExc_OverflowError, "output of %d dimensions does not fit in memory",
+                            ndim);
+    }
+    if (!exact && like != ARL_TENSOR_TORCH) {
+        return PyErr_Format(PyExc_TypeError, "NumPy has no %s; pass torch tensors instead",
+                            arl_dtype_name(dtype));
+    }
+    /* NumPy advises huge pages for large arrays, which makes first touch several times cheaper. */
+    array = PyArray_EMPTY(ndim, dims, numpy_type, 0);
+    if (array == NULL) {
+        return NULL;
+    }
+    view.data = PyArray_DATA((PyArrayObject *)array);
+    if (like == ARL_TENSOR_TORCH) {
+        PyObject *tensor = torch_from_array(state, array, dtype, exact);
+
+        Py_SETREF(array, tensor); /* the tensor keeps the array alive */
+        if (array == NULL) {
+            return NULL;
+        }
+    }
+    *view_p = view;
+    return array;
+}
+
+PyObject *
+arl_nested_new(arl_state_t *state, arl_tensor_kind_t like, PyObject *values, PyObject *offsets)
+{
+    if (like != ARL_TENSOR_TORCH) {
+        return PyTuple_Pack(2, values, offsets);
+    }
+    return PyObject_CallFunctionObjArgs(state->torch_nested_from_jagged, values, offsets, NULL);
+}

@@ -1,0 +1,12 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "python/state.h"
+
+PyMethodDef arl_weight_sender_methods[] = {{NULL, NULL, 0, NULL}};
+
+int
+arl_weight_sender_exec(PyObject *module, arl_state_t *state)
+{
+    (void)module;
+    (void)state;
+    return 0;
+}
