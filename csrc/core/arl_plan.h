@@ -48,6 +48,7 @@ int64_t arl_copy_bytes(const arl_copy_t *copy);
 /* Runs one copy on the host, reading from `src_base + src_offset`. */
 void arl_copy_run_host(const arl_copy_t *copy, const char *src_base);
 
+/* Frees the copies and empties the plan; safe on an empty one. `copies` is from malloc. */
 void arl_plan_free(arl_plan_t *plan);
 
 #endif
