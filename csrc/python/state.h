@@ -25,6 +25,7 @@
     X(torch)                                                                                       \
     X(torch_tensor_type)                                                                           \
     X(torch_from_numpy)                                                                            \
+    X(torch_nested_type)                                                                           \
     X(torch_nested_from_jagged)                                                                    \
     X(torch_jagged)                                                                                \
     X(torch_strided)                                                                               \
@@ -63,6 +64,9 @@
 /* Strings used as attribute names or dictionary keys: one interned object each. Feature files
  * add the names they look up in a hot path. */
 #define ARL_STATE_NAMES(X)                                                                         \
+    X(_lengths)                                                                                    \
+    X(_offsets)                                                                                    \
+    X(_values)                                                                                     \
     X(data_ptr)                                                                                    \
     X(detach)                                                                                      \
     X(device)                                                                                      \

@@ -55,12 +55,14 @@ torch_cache(arl_state_t *state, PyObject *torch)
     if (nested == NULL) {
         return -1;
     }
-    state->torch_nested_from_jagged = PyObject_GetAttrString(nested, "nested_tensor_from_jagged");
+    /* Set, not assigned: an attempt on a half-imported torch may have filled some already. */
+    Py_XSETREF(state->torch_nested_from_jagged,
+               PyObject_GetAttrString(nested, "nested_tensor_from_jagged"));
     Py_DECREF(nested);
-    state->torch_from_numpy = PyObject_GetAttrString(torch, "from_numpy");
-    state->torch_jagged = PyObject_GetAttrString(torch, "jagged");
-    state->torch_strided = PyObject_GetAttrString(torch, "strided");
-    state->torch_tensor_type = PyObject_GetAttrString(torch, "Tensor");
+    Py_XSETREF(state->torch_from_numpy, PyObject_GetAttrString(torch, "from_numpy"));
+    Py_XSETREF(state->torch_jagged, PyObject_GetAttrString(torch, "jagged"));
+    Py_XSETREF(state->torch_strided, PyObject_GetAttrString(torch, "strided"));
+    Py_XSETREF(state->torch_tensor_type, PyObject_GetAttrString(torch, "Tensor"));
     if (state->torch_nested_from_jagged == NULL || state->torch_from_numpy == NULL ||
         state->torch_jagged == NULL || state->torch_strided == NULL ||
         state->torch_tensor_type == NULL || torch_cache_dtypes(state, torch) < 0) {
@@ -585,6 +587,9 @@ arl_nested_check(arl_state_t *state, PyObject *object)
     if (PyTuple_Check(object)) {
         return PyTuple_GET_SIZE(object) == 2;
     }
+    if ((PyObject *)Py_TYPE(object) == state->torch_nested_type) {
+        return 1; /* is_nested and layout go through torch's Python dispatch: 12 us a tensor */
+    }
     torch = arl_is_torch_tensor(state, object);
     if (torch <= 0) {
         return torch;
@@ -606,6 +611,9 @@ arl_nested_check(arl_state_t *state, PyObject *object)
         PyErr_SetString(PyExc_TypeError,
                         "nested tensor with strided layout; build it with layout=torch.jagged");
         is_nested = -1;
+    }
+    else if ((PyObject *)Py_TYPE(object) != state->torch_tensor_type) {
+        Py_XSETREF(state->torch_nested_type, Py_NewRef(Py_TYPE(object)));
     }
     Py_DECREF(layout);
     return is_nested;
@@ -716,6 +724,24 @@ nested_check_rows(arl_state_t *state, const char *key, arl_status_t code,
     return 0;
 }
 
+/*
+ * values(), offsets() or lengths() of a jagged tensor. The attribute behind the method is read
+ * where torch has it: the method goes through Python dispatch and autograd, 16 us a call.
+ */
+static PyObject *
+nested_part(arl_state_t *state, PyObject *object, PyObject *attribute, PyObject *method)
+{
+    if ((PyObject *)Py_TYPE(object) == state->torch_nested_type) {
+        PyObject *part = PyObject_GetAttr(object, attribute);
+
+        if (part != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return part;
+        }
+        PyErr_Clear();
+    }
+    return PyObject_CallMethodNoArgs(object, method);
+}
+
 int
 arl_nested_import(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
                   arl_nested_t *out_p)
@@ -730,12 +756,14 @@ arl_nested_import(arl_state_t *state, PyObject *object, const char *key, arl_sta
         lengths = Py_NewRef(Py_None);
     }
     else {
-        values = PyObject_CallMethodNoArgs(object, state->names.values);
+        values = nested_part(state, object, state->names._values, state->names.values);
         nested.offsets_object =
-            values == NULL ? NULL : PyObject_CallMethodNoArgs(object, state->names.offsets);
+            values == NULL
+                ? NULL
+                : nested_part(state, object, state->names._offsets, state->names.offsets);
         lengths = nested.offsets_object == NULL
                       ? NULL
-                      : PyObject_CallMethodNoArgs(object, state->names.lengths);
+                      : nested_part(state, object, state->names._lengths, state->names.lengths);
     }
     if (lengths == NULL ||
         arl_tensor_import(state, values, key, ARL_TENSOR_CPU_ONLY, code, &nested.values) < 0 ||
