@@ -7,14 +7,20 @@ ARL_LIBYAML_DIR   prefix with include/yaml.h and lib/libyaml.{so,a}, used instea
 ARL_WERROR=1      warnings are errors (what CI does)
 ARL_DEBUG=1       -O0 -g3 with the executable invariants (arl_*_check_consistent) on
 ARL_SANITIZE=1    AddressSanitizer and UndefinedBehaviorSanitizer
-ARL_FAULTS=1      allocation and syscall failure points, for the fault-injection tests
+ARL_FAULTS=1      allocations and system calls can be made to fail (tests/faults)
+
+Each combination of switches has its own objects below build/, so changing one rebuilds what it
+must and changing back rebuilds nothing. Objects are compiled in parallel.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -53,7 +59,9 @@ def libyaml_flags() -> tuple[list[str], list[str]]:
         static = next(iter(sorted(root.rglob("libyaml.a"))), None)
         shared = next(iter(sorted(root.rglob("libyaml.so*"))), None)
         if include is None or (static or shared) is None:
-            raise SystemExit(f"ARL_LIBYAML_DIR={prefix} holds no yaml.h and libyaml.*{LIBYAML_HELP}")
+            raise SystemExit(
+                f"ARL_LIBYAML_DIR={prefix} holds no yaml.h and libyaml.*{LIBYAML_HELP}"
+            )
         link = [str(static)] if static else ["-L" + str(shared.parent), "-lyaml"]  # type: ignore[union-attr]
         return ["-I" + str(include)], link
     cflags, libs = pkg_config("--cflags"), pkg_config("--libs")
@@ -63,11 +71,41 @@ def libyaml_flags() -> tuple[list[str], list[str]]:
 
 
 class BuildExt(build_ext):
-    """Adds the flags that depend on the compiler in use."""
+    """Checks for libyaml first, and compiles only what is stale, several files at once."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.force = True  # every object is judged on its own, see below; linking is cheap
 
     def build_extension(self, ext: Extension) -> None:
         self.require_yaml_header(ext)
+        flags = [*self.compiler.compiler_so, *ext.extra_compile_args, *ext.include_dirs]
+        digest = hashlib.sha256("\0".join(flags).encode()).hexdigest()[:12]
+        self.build_temp = os.path.join(self.build_temp, digest)
+        self.compiler.compile = self.compile_stale(self.compiler.compile, ext)
         super().build_extension(ext)
+
+    def compile_stale(
+        self, compile_all: Callable[..., list[str]], ext: Extension
+    ) -> Callable[..., list[str]]:
+        """Wrap the compiler's compile(): skip fresh objects, run the others in parallel."""
+        newest_header = max(os.path.getmtime(path) for path in [__file__, *ext.depends])
+
+        def compile_one(source: str, options: dict[str, object]) -> list[str]:
+            objects: list[str] = self.compiler.object_filenames(
+                [source], output_dir=options["output_dir"]
+            )
+            newest = max(newest_header, os.path.getmtime(source))
+            if all(os.path.exists(o) and os.path.getmtime(o) > newest for o in objects):
+                return objects
+            return compile_all([source], **options)
+
+        def compile(sources: list[str], **options: object) -> list[str]:
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                parts = pool.map(lambda source: compile_one(source, options), sources)
+                return [name for part in parts for name in part]
+
+        return compile
 
     def require_yaml_header(self, ext: Extension) -> None:
         probe = Path(self.build_temp) / "probe_yaml.c"

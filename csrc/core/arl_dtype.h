@@ -37,7 +37,7 @@ typedef enum arl_dtype {
 #define ARL_DTYPE_ENUM(name, value, size, kind, text, wire) ARL_DTYPE_##name = (value),
     ARL_DTYPE_TABLE(ARL_DTYPE_ENUM)
 #undef ARL_DTYPE_ENUM
-    ARL_DTYPE_COUNT /* one past the largest number */
+        ARL_DTYPE_COUNT /* one past the largest number */
 } arl_dtype_t;
 
 /* Each of these accepts any number, also one that came from outside. */

@@ -19,7 +19,7 @@ enum { ARL_ITEM_MAX = 16 };
 typedef struct arl_jagged {
     const char *values;
     size_t itemsize;
-    int64_t value_count;    /* elements in `values` */
+    int64_t value_count; /* elements in `values` */
     int64_t rows;
     const int64_t *offsets; /* rows + 1 entries, in elements */
     const int64_t *lengths; /* rows entries, or NULL: offsets[i + 1] - offsets[i] */

@@ -121,10 +121,10 @@ arl_copy_bytes(const arl_copy_t *copy)
 /* ---- running on the host -------------------------------------------------------------------- */
 
 /* A fixed size lets the compiler make one load and one store of it. */
-#define COPY_ELEMENTS(bytes)                                         \
-    for (int64_t i = 0; i < count; i++) {                            \
-        memcpy(dst + i * dst_stride, src + i * src_stride, (bytes)); \
-    }                                                                \
+#define COPY_ELEMENTS(bytes)                                                                       \
+    for (int64_t i = 0; i < count; i++) {                                                          \
+        memcpy(dst + i * dst_stride, src + i * src_stride, (bytes));                               \
+    }                                                                                              \
     break
 
 static void

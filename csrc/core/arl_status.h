@@ -87,8 +87,8 @@ arl_status_t arl_error_set_errno(arl_error_t *err, const char *operation, int er
 
 /* The same with a foreign library's number; its name and text belong into `format`. */
 arl_status_t arl_error_set_foreign(arl_error_t *err, arl_status_t code, arl_domain_t domain,
-                                   int64_t foreign, const char *operation, const char *format,
-                                   ...) __attribute__((format(printf, 6, 7)));
+                                   int64_t foreign, const char *operation, const char *format, ...)
+    __attribute__((format(printf, 6, 7)));
 
 /* Empties a record so that it can be used for another call. */
 void arl_error_clear(arl_error_t *err);

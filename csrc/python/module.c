@@ -135,7 +135,7 @@ static PyModuleDef_Slot module_slots[] = {
 PyDoc_STRVAR(module_doc, "The C half of arctic_rl_c: batches, payloads, wire format, weight sync.");
 
 struct PyModuleDef arl_module_def = {
-    PyModuleDef_HEAD_INIT,
+    .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "arctic_rl_c._core",
     .m_doc = module_doc,
     .m_size = sizeof(arl_state_t),

@@ -47,8 +47,8 @@
       "A batch cannot be turned into a payload; names the key, the row and the numbers.")          \
     X(wire_error, "WireError", arctic_error, PyExc_ValueError,                                     \
       "Bytes are not a valid frame of the wire format.")                                           \
-    X(transport_unavailable_error, "TransportUnavailableError", arctic_error,                      \
-      PyExc_RuntimeError, "The transport cannot be used here; says why and what can be.")          \
+    X(transport_unavailable_error, "TransportUnavailableError", arctic_error, PyExc_RuntimeError,  \
+      "The transport cannot be used here; says why and what can be.")                              \
     X(weight_sync_error, "WeightSyncError", arctic_error, PyExc_RuntimeError,                      \
       "A weight sync failed.")                                                                     \
     X(weight_mismatch_error, "WeightMismatchError", weight_sync_error, NULL,                       \

@@ -53,8 +53,8 @@ int arl_nested_import(arl_state_t *state, PyObject *object, const char *key, arl
 void arl_nested_release(arl_nested_t *nested);
 
 /* Reads a 1-D int32 or int64 tensor into a new PyMem array of int64. */
-int arl_tensor_read_int64(arl_state_t *state, PyObject *object, const char *key,
-                          arl_status_t code, int64_t **values_p, int64_t *count_p);
+int arl_tensor_read_int64(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
+                          int64_t **values_p, int64_t *count_p);
 
 /*
  * Makes a new dense CPU tensor of uninitialised memory. Returns the object to hand to the

@@ -1,0 +1,183 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Jagged batches in and out: nested torch tensors, and (values, offsets) tuples for NumPy. */
+#include "python/tensor.h"
+
+#include "python/errors.h"
+
+int
+arl_nested_check(arl_state_t *state, PyObject *object)
+{
+    PyObject *nested, *layout;
+    int torch, is_nested;
+
+    if (PyTuple_Check(object)) {
+        return PyTuple_GET_SIZE(object) == 2;
+    }
+    if ((PyObject *)Py_TYPE(object) == state->torch_nested_type) {
+        return 1; /* is_nested and layout go through torch's Python dispatch: 12 us a tensor */
+    }
+    torch = arl_is_torch_tensor(state, object);
+    if (torch <= 0) {
+        return torch;
+    }
+    nested = PyObject_GetAttr(object, state->names.is_nested);
+    if (nested == NULL) {
+        return -1;
+    }
+    is_nested = PyObject_IsTrue(nested);
+    Py_DECREF(nested);
+    if (is_nested <= 0) {
+        return is_nested;
+    }
+    layout = PyObject_GetAttr(object, state->names.layout);
+    if (layout == NULL) {
+        return -1;
+    }
+    if (layout != state->torch_jagged) {
+        PyErr_SetString(PyExc_TypeError,
+                        "nested tensor with strided layout; build it with layout=torch.jagged");
+        is_nested = -1;
+    }
+    else if ((PyObject *)Py_TYPE(object) != state->torch_tensor_type) {
+        Py_XSETREF(state->torch_nested_type, Py_NewRef(Py_TYPE(object)));
+    }
+    Py_DECREF(layout);
+    return is_nested;
+}
+
+/* Fills nested->lengths from the offsets, or from `lengths` where rows leave holes. */
+static int
+nested_read_rows(arl_state_t *state, PyObject *lengths, const char *key, arl_status_t code,
+                 arl_nested_t *nested, int64_t offset_count)
+{
+    if (offset_count < 1) {
+        (void)arl_raise_format(state, code, "import nested tensor",
+                               "%s: offsets are empty, rows + 1 entries are needed", key);
+        return -1;
+    }
+    nested->rows = offset_count - 1;
+    if (lengths != Py_None) {
+        int64_t count;
+
+        if (arl_tensor_read_int64(state, lengths, key, code, &nested->lengths, &count) < 0) {
+            return -1;
+        }
+        if (count != nested->rows) {
+            (void)arl_raise_format(state, code, "import nested tensor",
+                                   "%s: %lld lengths for %lld rows", key, (long long)count,
+                                   (long long)nested->rows);
+            return -1;
+        }
+        return 0;
+    }
+    nested->lengths = PyMem_New(int64_t, nested->rows > 0 ? (size_t)nested->rows : 1);
+    if (nested->lengths == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    for (int64_t i = 0; i < nested->rows; i++) {
+        if (__builtin_sub_overflow(nested->offsets[i + 1], nested->offsets[i],
+                                   &nested->lengths[i])) {
+            nested->lengths[i] = -1;
+        }
+    }
+    return 0;
+}
+
+static int
+nested_check_rows(arl_state_t *state, const char *key, arl_status_t code,
+                  const arl_nested_t *nested)
+{
+    const arl_view_t *values = &nested->values.view;
+    const int64_t total = values->ndim > 0 ? values->shape[values->ndim - 1] : 0;
+
+    for (int64_t i = 0; i < nested->rows; i++) {
+        const int64_t offset = nested->offsets[i], length = nested->lengths[i];
+
+        if (offset < 0 || length < 0 || offset > total || length > total - offset) {
+            (void)arl_raise_format(state, code, "import nested tensor",
+                                   "%s: row %lld spans [%lld, +%lld) of %lld values", key,
+                                   (long long)i, (long long)offset, (long long)length,
+                                   (long long)total);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/*
+ * values(), offsets() or lengths() of a jagged tensor. The attribute behind the method is read
+ * where torch has it: the method goes through Python dispatch and autograd, 16 us a call.
+ */
+static PyObject *
+nested_part(arl_state_t *state, PyObject *object, PyObject *attribute, PyObject *method)
+{
+    if ((PyObject *)Py_TYPE(object) == state->torch_nested_type) {
+        PyObject *part = PyObject_GetAttr(object, attribute);
+
+        if (part != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return part;
+        }
+        PyErr_Clear();
+    }
+    return PyObject_CallMethodNoArgs(object, method);
+}
+
+int
+arl_nested_import(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
+                  arl_nested_t *out_p)
+{
+    arl_nested_t nested = {0};
+    PyObject *values = NULL, *lengths = NULL;
+    int64_t offset_count;
+
+    if (PyTuple_Check(object)) {                         /* (values, offsets) */
+        values = Py_NewRef(PyTuple_GET_ITEM(object, 0)); /* borrowed, made strong here */
+        nested.offsets_object = Py_NewRef(PyTuple_GET_ITEM(object, 1)); /* borrowed, the same */
+        lengths = Py_NewRef(Py_None);
+    }
+    else {
+        values = nested_part(state, object, state->names._values, state->names.values);
+        nested.offsets_object = values == NULL ? NULL
+                                               : nested_part(state, object, state->names._offsets,
+                                                             state->names.offsets);
+        lengths = nested.offsets_object == NULL
+                      ? NULL
+                      : nested_part(state, object, state->names._lengths, state->names.lengths);
+    }
+    if (lengths == NULL ||
+        arl_tensor_import(state, values, key, ARL_TENSOR_CPU_ONLY, code, &nested.values) < 0 ||
+        arl_tensor_read_int64(state, nested.offsets_object, key, code, &nested.offsets,
+                              &offset_count) < 0 ||
+        nested_read_rows(state, lengths, key, code, &nested, offset_count) < 0 ||
+        nested_check_rows(state, key, code, &nested) < 0) {
+        Py_XDECREF(values);
+        Py_XDECREF(lengths);
+        arl_nested_release(&nested);
+        return -1;
+    }
+    Py_DECREF(values);
+    Py_DECREF(lengths);
+    *out_p = nested;
+    return 0;
+}
+
+void
+arl_nested_release(arl_nested_t *nested)
+{
+    arl_tensor_release(&nested->values);
+    PyMem_Free(nested->offsets);
+    PyMem_Free(nested->lengths);
+    nested->offsets = NULL;
+    nested->lengths = NULL;
+    Py_CLEAR(nested->offsets_object);
+}
+
+PyObject *
+arl_nested_new(arl_state_t *state, arl_tensor_kind_t like, PyObject *values, PyObject *offsets)
+{
+    if (like != ARL_TENSOR_TORCH) {
+        return PyTuple_Pack(2, values, offsets);
+    }
+    return PyObject_CallFunctionObjArgs(state->torch_nested_from_jagged, values, offsets, NULL);
+}
