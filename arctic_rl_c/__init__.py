@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast, dependable client side of Arctic RL for verl: batches, payloads and weight sync in C."""
+"""The fast, dependable client side of Arctic RL for verl: batches, payloads, weight sync in C."""
 
 from arctic_rl_c._core import (
     ArcticError,

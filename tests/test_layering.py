@@ -7,9 +7,9 @@ import re
 import subprocess
 from pathlib import Path
 
-import arctic_rl_c._core as core
 import pytest
 
+import arctic_rl_c._core as core
 import csource
 
 #: What a layer may include from its own tree. Dependencies point one way.

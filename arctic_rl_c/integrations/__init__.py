@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""integrations"""
+"""Adapters that plug this package into training frameworks; importing one is what enables it."""

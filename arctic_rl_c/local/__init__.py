@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""local"""
+"""The embedded server: a trainer and a sampler process on one machine."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transports"""
+"""How operations reach a server; one module each, imported only when asked for."""
