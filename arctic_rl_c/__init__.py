@@ -3,6 +3,7 @@
 
 from arctic_rl_c._core import (
     ArcticError,
+    ClosedError,
     ConfigError,
     PayloadError,
     PeerLostError,
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArcticError",
+    "ClosedError",
     "ConfigError",
     "PayloadError",
     "PeerLostError",

@@ -17,8 +17,9 @@ error_class(const arl_state_t *state, arl_status_t code) /* borrowed from state 
     case ARL_ERR_TYPE:
         return PyExc_TypeError;
     case ARL_ERR_VALUE:
-    case ARL_ERR_CLOSED:
         return PyExc_ValueError;
+    case ARL_ERR_CLOSED:
+        return state->closed_error;
     case ARL_ERR_SYSTEM:
         return PyExc_OSError;
     case ARL_ERR_INTERRUPTED:

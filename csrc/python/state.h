@@ -47,6 +47,8 @@
       "A batch cannot be turned into a payload; names the key, the row and the numbers.")          \
     X(wire_error, "WireError", arctic_error, PyExc_ValueError,                                     \
       "Bytes are not a valid frame of the wire format.")                                           \
+    X(closed_error, "ClosedError", arctic_error, PyExc_ValueError,                                 \
+      "The object was destroyed or closed before this call.")                                      \
     X(transport_unavailable_error, "TransportUnavailableError", arctic_error, PyExc_RuntimeError,  \
       "The transport cannot be used here; says why and what can be.")                              \
     X(weight_sync_error, "WeightSyncError", arctic_error, PyExc_RuntimeError,                      \
