@@ -135,7 +135,7 @@ cflags = [
     "-Wvla",
     *yaml_cflags,
 ]
-ldflags = [*yaml_libs, "-pthread", "-ldl", "-lrt"]
+ldflags = [*yaml_libs, "-pthread", "-ldl", "-lrt", "-lm"]
 if switch("ARL_WERROR"):
     cflags += ["-Werror"]
 if switch("ARL_DEBUG"):

@@ -13,6 +13,11 @@ from arctic_rl_c._core import (
     WeightMismatchError,
     WeightSyncError,
     WireError,
+    left_pad,
+    make_jagged,
+    pad_prompt_response,
+    shift_predict_next,
+    thread_count,
 )
 
 __version__ = "0.1.0"
@@ -29,4 +34,9 @@ __all__ = [
     "WeightMismatchError",
     "WeightSyncError",
     "WireError",
+    "left_pad",
+    "make_jagged",
+    "pad_prompt_response",
+    "shift_predict_next",
+    "thread_count",
 ]

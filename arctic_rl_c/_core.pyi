@@ -2,6 +2,15 @@
 # Types of the C half; stubtest compares them with the running module. Exceptions first, then
 # everything else in alphabetical order. Docstrings live in C.
 
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+# A torch tensor, a NumPy array, or an object with __dlpack__; torch comes out as torch, all else
+# as NumPy. No common type exists that would not need torch to be installed.
+_Tensor: TypeAlias = Any
+# A nested jagged torch tensor, or the pair (values, offsets).
+_Nested: TypeAlias = Any
+
 class ArcticError(Exception):
     code: str
     operation: str
@@ -19,3 +28,21 @@ class WeightMismatchError(WeightSyncError): ...
 class PeerTimeoutError(WeightSyncError, TimeoutError): ...
 class PeerLostError(WeightSyncError, ConnectionError): ...
 class TornWeightsError(WeightSyncError): ...
+
+def left_pad(
+    tensor: _Tensor, width: int, *, on_wide: Literal["error", "keep"] = "error"
+) -> _Tensor: ...
+def make_jagged(dense: _Tensor, attention_mask: _Tensor, like: _Nested) -> _Nested: ...
+def pad_prompt_response(
+    input: _Nested,
+    prompts: _Nested | _Tensor | Sequence[int],
+    responses: _Nested | _Tensor | Sequence[int],
+    attention_mask: _Tensor | None = None,
+    *,
+    pad_value: complex = 0,
+    prompt_width: int | None = None,
+    response_width: int | None = None,
+    truncate: bool = False,
+) -> tuple[_Tensor, int, int]: ...
+def shift_predict_next(nested: _Nested, /) -> _Nested: ...
+def thread_count() -> int: ...

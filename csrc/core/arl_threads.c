@@ -1,0 +1,405 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "core/arl_threads.h"
+
+#include <limits.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    SPLIT_BYTES = 1 << 20,     /* below this, waking a thread costs more than it saves */
+    THREAD_BYTES = 512 * 1024, /* least work worth one more thread */
+    PIECES_PER_THREAD = 4,     /* evens out rows of unequal length and cores that are busy */
+    DEFAULT_MAX = 32,          /* memory is saturated long before; an explicit number may pass it */
+};
+
+/*
+ * One job at a time. `mutex` guards everything but `next`, which hands out pieces. A job's
+ * record lives here until every thread that joined it has left (`active` is 0), so a worker
+ * that wakes late finds `generation` unchanged and sleeps on.
+ */
+typedef struct pool {
+    pthread_mutex_t mutex;
+    pthread_cond_t work; /* a new generation, or `stop` */
+    pthread_cond_t done; /* active reached 0 */
+    uint64_t generation;
+    int wanted; /* workers that may still join this generation */
+    int active; /* workers inside it */
+    bool stop;
+    int workers;
+    pthread_t *threads;
+    arl_task_fn task;
+    void *context;
+    int64_t count;
+    int64_t grain;
+    atomic_int_fast64_t next;
+} pool_t;
+
+/* `gate` serialises creation and use; a caller that finds it taken works alone. */
+static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+static pool_t *pool;            /* under gate */
+static bool pool_refused;       /* under gate: it could not be made, or the process is exiting */
+static bool hooks_registered;   /* under gate; inherited by children, as the hooks are */
+static atomic_int thread_count; /* 0: not settled yet */
+
+/* ---- how many ---------------------------------------------------------------------------- */
+
+static int
+affinity_count(void)
+{
+    cpu_set_t set;
+
+    CPU_ZERO(&set);
+    if (sched_getaffinity(0, sizeof(set), &set) != 0) {
+        return 1; /* more CPUs than the set holds: rare enough to stay modest */
+    }
+    return CPU_COUNT(&set) > 0 ? CPU_COUNT(&set) : 1;
+}
+
+static bool
+read_line(const char *path, char *line, size_t size)
+{
+    FILE *file = fopen(path, "re");
+    bool found;
+
+    if (file == NULL) {
+        return false;
+    }
+    found = fgets(line, (int)size, file) != NULL;
+    (void)fclose(file);
+    return found;
+}
+
+/* CPUs, rounded up; 0 for "no limit" and for nonsense. */
+static int
+quota_cpus(long long quota, long long period)
+{
+    if (quota <= 0 || period <= 0 || quota / period >= INT_MAX) {
+        return 0;
+    }
+    return (int)(quota / period + (quota % period != 0));
+}
+
+static int
+quota_smaller(int a, int b)
+{
+    return a == 0 ? b : (b == 0 || a < b) ? a : b;
+}
+
+/* Version 2: the tightest cpu.max from the process's group up to the root. */
+static int
+quota_unified(const char *root, char *group)
+{
+    int cpus = 0;
+
+    for (;;) {
+        char path[PATH_MAX], line[64];
+        long long quota, period;
+        char *slash;
+
+        if (snprintf(path, sizeof(path), "%s%s/cpu.max", root, group) < (int)sizeof(path) &&
+            read_line(path, line, sizeof(line)) &&
+            sscanf(line, "%lld %lld", &quota, &period) == 2) { /* "max 100000" does not match */
+            cpus = quota_smaller(cpus, quota_cpus(quota, period));
+        }
+        slash = strrchr(group, '/');
+        if (slash == NULL) {
+            return cpus;
+        }
+        *slash = '\0';
+    }
+}
+
+/* Version 1: the controller's own directory, as containers see it. */
+static int
+quota_legacy(const char *root)
+{
+    char path[PATH_MAX], quota[64], period[64];
+
+    if (snprintf(path, sizeof(path), "%s/cpu/cpu.cfs_quota_us", root) >= (int)sizeof(path) ||
+        !read_line(path, quota, sizeof(quota))) {
+        return 0;
+    }
+    (void)snprintf(path, sizeof(path), "%s/cpu/cpu.cfs_period_us", root); /* shorter by one */
+    if (!read_line(path, period, sizeof(period))) {
+        return 0;
+    }
+    return quota_cpus(atoll(quota), atoll(period));
+}
+
+int
+arl_threads_quota(const char *root, const char *membership)
+{
+    int cpus = quota_legacy(root);
+    char line[PATH_MAX];
+    FILE *file = fopen(membership, "re");
+
+    if (file == NULL) {
+        return cpus;
+    }
+    while (fgets(line, sizeof(line), file) != NULL) {
+        if (strncmp(line, "0::/", 4) == 0) {
+            line[strcspn(line, "\n")] = '\0';
+            cpus = quota_smaller(cpus, quota_unified(root, line + 3));
+        }
+    }
+    (void)fclose(file);
+    return cpus;
+}
+
+static int
+count_default(void)
+{
+    int count =
+        quota_smaller(affinity_count(), arl_threads_quota("/sys/fs/cgroup", "/proc/self/cgroup"));
+
+    return count < DEFAULT_MAX ? count : DEFAULT_MAX;
+}
+
+arl_status_t
+arl_threads_prepare(arl_error_t *err)
+{
+    const char *text;
+    char *end;
+    long value;
+
+    if (atomic_load_explicit(&thread_count, memory_order_relaxed) != 0) {
+        return ARL_OK;
+    }
+    text = getenv("ARCTIC_RL_C_THREADS");
+    if (text == NULL || *text == '\0') {
+        atomic_store_explicit(&thread_count, count_default(), memory_order_relaxed);
+        return ARL_OK;
+    }
+    value = strtol(text, &end, 10);
+    if (*end != '\0' || value < 1 || value > ARL_THREADS_MAX) {
+        return arl_error_set(err, ARL_ERR_CONFIG, "read ARCTIC_RL_C_THREADS",
+                             "ARCTIC_RL_C_THREADS is \"%.64s\"; set a number from 1 to %d, or "
+                             "unset it",
+                             text, (int)ARL_THREADS_MAX);
+    }
+    atomic_store_explicit(&thread_count, (int)value, memory_order_relaxed);
+    return ARL_OK;
+}
+
+int
+arl_threads_count(void)
+{
+    if (arl_threads_prepare(NULL) != ARL_OK) {
+        return count_default();
+    }
+    return atomic_load_explicit(&thread_count, memory_order_relaxed);
+}
+
+/* ---- the pool ------------------------------------------------------------------------------ */
+
+static void
+pool_take_pieces(pool_t *self)
+{
+    for (;;) {
+        int64_t begin = atomic_fetch_add_explicit(&self->next, self->grain, memory_order_relaxed);
+        int64_t left = self->count - begin;
+
+        if (left <= 0) {
+            return;
+        }
+        self->task(self->context, begin, begin + (left < self->grain ? left : self->grain));
+    }
+}
+
+static void *
+pool_worker(void *argument)
+{
+    pool_t *self = argument;
+    uint64_t seen = 0;
+
+    (void)pthread_mutex_lock(&self->mutex);
+    for (;;) {
+        while (!self->stop && (self->generation == seen || self->wanted == 0)) {
+            seen = self->generation; /* a job that has all its workers is not for us */
+            (void)pthread_cond_wait(&self->work, &self->mutex);
+        }
+        if (self->stop) {
+            break;
+        }
+        seen = self->generation;
+        self->wanted--;
+        self->active++;
+        (void)pthread_mutex_unlock(&self->mutex);
+        pool_take_pieces(self);
+        (void)pthread_mutex_lock(&self->mutex);
+        if (--self->active == 0) {
+            (void)pthread_cond_signal(&self->done);
+        }
+    }
+    (void)pthread_mutex_unlock(&self->mutex);
+    return NULL;
+}
+
+/* Workers take no signals: those belong to the interpreter's threads. */
+static int
+pool_start_worker(pool_t *self, pthread_t *thread_p)
+{
+    sigset_t all, before;
+    int status;
+
+    (void)sigfillset(&all);
+    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
+    status = pthread_create(thread_p, NULL, pool_worker, self);
+    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return status;
+}
+
+static pool_t *
+pool_new(int workers)
+{
+    pool_t *self = calloc(1, sizeof(*self));
+
+    if (self == NULL) {
+        return NULL;
+    }
+    self->threads = calloc((size_t)workers, sizeof(*self->threads));
+    if (self->threads == NULL) {
+        free(self);
+        return NULL;
+    }
+    (void)pthread_mutex_init(&self->mutex, NULL);
+    (void)pthread_cond_init(&self->work, NULL);
+    (void)pthread_cond_init(&self->done, NULL);
+    while (self->workers < workers && pool_start_worker(self, &self->threads[self->workers]) == 0) {
+        self->workers++;
+    }
+    if (self->workers == 0) {
+        (void)pthread_cond_destroy(&self->done);
+        (void)pthread_cond_destroy(&self->work);
+        (void)pthread_mutex_destroy(&self->mutex);
+        free(self->threads);
+        free(self);
+        return NULL;
+    }
+    return self;
+}
+
+/*
+ * The child has the parent's memory but none of its threads. The old pool's locks may be held
+ * by threads that do not exist, so the record is abandoned, not destroyed: a few hundred bytes.
+ */
+static void
+forget_pool_in_child(void)
+{
+    pthread_mutex_t fresh = PTHREAD_MUTEX_INITIALIZER;
+
+    gate = fresh;
+    pool = NULL;
+    pool_refused = false;
+}
+
+/* At exit, after the interpreter is gone. A thread that still holds the gate runs on to the end
+ * of the process; nothing of its pool is touched then. */
+static void
+stop_pool_at_exit(void)
+{
+    if (pthread_mutex_trylock(&gate) != 0) {
+        return;
+    }
+    pool_refused = true;
+    if (pool != NULL) {
+        (void)pthread_mutex_lock(&pool->mutex);
+        pool->stop = true;
+        (void)pthread_cond_broadcast(&pool->work);
+        (void)pthread_mutex_unlock(&pool->mutex);
+        for (int i = 0; i < pool->workers; i++) {
+            (void)pthread_join(pool->threads[i], NULL);
+        }
+        free(pool->threads);
+        free(pool);
+        pool = NULL;
+    }
+    (void)pthread_mutex_unlock(&gate);
+}
+
+/* The pool, made on first use. Call with the gate held. */
+static pool_t *
+pool_get_locked(int threads)
+{
+    if (pool != NULL || pool_refused) {
+        return pool;
+    }
+    if (!hooks_registered) {
+        /* Without the hooks a pool would outlive fork and exit in ways that hang. */
+        if (pthread_atfork(NULL, NULL, forget_pool_in_child) != 0 ||
+            atexit(stop_pool_at_exit) != 0) {
+            pool_refused = true;
+            return NULL;
+        }
+        hooks_registered = true;
+    }
+    pool = pool_new(threads - 1);
+    pool_refused = pool == NULL;
+    return pool;
+}
+
+static void
+pool_run(pool_t *self, int threads, int64_t count, arl_task_fn task, void *context)
+{
+    int64_t pieces = (int64_t)threads * PIECES_PER_THREAD;
+
+    (void)pthread_mutex_lock(&self->mutex);
+    self->task = task;
+    self->context = context;
+    self->count = count;
+    self->grain = count / pieces + (count % pieces != 0);
+    atomic_store_explicit(&self->next, 0, memory_order_relaxed);
+    self->wanted = threads - 1 < self->workers ? threads - 1 : self->workers;
+    self->generation++;
+    if (self->wanted == self->workers) {
+        (void)pthread_cond_broadcast(&self->work);
+    }
+    else {
+        for (int i = 0; i < self->wanted; i++) {
+            (void)pthread_cond_signal(&self->work);
+        }
+    }
+    (void)pthread_mutex_unlock(&self->mutex);
+    pool_take_pieces(self);
+    (void)pthread_mutex_lock(&self->mutex);
+    self->wanted = 0; /* all pieces are taken: one that wakes only now has nothing to do */
+    while (self->active > 0) {
+        (void)pthread_cond_wait(&self->done, &self->mutex);
+    }
+    (void)pthread_mutex_unlock(&self->mutex);
+}
+
+void
+arl_parallel_for(int64_t count, int64_t nbytes, arl_task_fn task, void *context)
+{
+    int64_t threads = arl_threads_count();
+    pool_t *workers;
+
+    if (threads > nbytes / THREAD_BYTES) {
+        threads = nbytes / THREAD_BYTES;
+    }
+    if (threads > count) {
+        threads = count;
+    }
+    if (count <= 0) {
+        return;
+    }
+    if (threads < 2 || nbytes < SPLIT_BYTES || pthread_mutex_trylock(&gate) != 0) {
+        task(context, 0, count);
+        return;
+    }
+    workers = pool_get_locked(arl_threads_count());
+    if (workers == NULL) {
+        task(context, 0, count);
+    }
+    else {
+        pool_run(workers, (int)threads, count, task, context);
+    }
+    (void)pthread_mutex_unlock(&gate);
+}
