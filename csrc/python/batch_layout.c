@@ -36,10 +36,26 @@ arl_batch_end(PyThreadState *saved)
     }
 }
 
+/* arl_nested_check, but a nested tensor of the wrong layout is a fault of the batch. */
+static int
+check_nested(arl_state_t *state, PyObject *object, const char *key)
+{
+    const int nested = arl_nested_check(state, object);
+
+    if (nested < 0 && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear();
+        (void)arl_raise_format(state, ARL_ERR_PAYLOAD, "import nested tensor",
+                               "%s: is a nested tensor of strided layout; build it with "
+                               "layout=torch.jagged",
+                               key);
+    }
+    return nested;
+}
+
 int
 arl_batch_nested_import(arl_state_t *state, PyObject *object, const char *key, arl_nested_t *out_p)
 {
-    const int nested = arl_nested_check(state, object);
+    const int nested = check_nested(state, object, key);
 
     if (nested == 0) {
         (void)arl_raise_format(state, ARL_ERR_PAYLOAD, "import nested tensor",
@@ -203,7 +219,7 @@ side_read(arl_state_t *state, PyObject *object, const char *key, side_t *side)
         status = side_read_sequence(state, object, key, side);
     }
     else {
-        const int nested = arl_nested_check(state, object);
+        const int nested = check_nested(state, object, key);
 
         status = nested < 0    ? -1
                  : nested != 0 ? side_read_nested(state, object, key, side)
@@ -224,7 +240,7 @@ side_read(arl_state_t *state, PyObject *object, const char *key, side_t *side)
 static int
 mask_import(arl_state_t *state, PyObject *object, int64_t rows, int64_t width, arl_tensor_t *mask)
 {
-    const int nested = PyTuple_Check(object) ? 1 : arl_nested_check(state, object);
+    const int nested = PyTuple_Check(object) ? 1 : check_nested(state, object, "attention_mask");
     char text[96];
 
     if (nested != 0) {

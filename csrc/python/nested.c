@@ -84,13 +84,35 @@ nested_read_rows(arl_state_t *state, PyObject *lengths, const char *key, arl_sta
     return 0;
 }
 
+/*
+ * Rows of several components ([4, total] position ids of mrope, [total, width] features) are
+ * refused here, once for every caller: which axis is the ragged one must never be guessed.
+ */
 static int
 nested_check_rows(arl_state_t *state, const char *key, arl_status_t code,
-                  const arl_nested_t *nested)
+                  const arl_nested_t *nested, bool holes)
 {
     const arl_view_t *values = &nested->values.view;
-    const int64_t total = values->ndim > 0 ? values->shape[values->ndim - 1] : 0;
+    int64_t total;
 
+    if (values->ndim != 1) {
+        char text[96];
+
+        arl_view_describe(values, text, sizeof(text));
+        (void)arl_raise_format(state, code, "import nested tensor",
+                               "%s: its jagged values are %s, but only rows of one dimension are "
+                               "supported (not mrope position ids or other rows of components)",
+                               key, text);
+        return -1;
+    }
+    total = values->shape[0];
+    if (!holes && (nested->offsets[0] != 0 || nested->offsets[nested->rows] != total)) {
+        (void)arl_raise_format(state, code, "import nested tensor",
+                               "%s: offsets run from %lld to %lld, but there are %lld values", key,
+                               (long long)nested->offsets[0],
+                               (long long)nested->offsets[nested->rows], (long long)total);
+        return -1;
+    }
     for (int64_t i = 0; i < nested->rows; i++) {
         const int64_t offset = nested->offsets[i], length = nested->lengths[i];
 
@@ -150,7 +172,7 @@ arl_nested_import(arl_state_t *state, PyObject *object, const char *key, arl_sta
         arl_tensor_read_int64(state, nested.offsets_object, key, code, &nested.offsets,
                               &offset_count) < 0 ||
         nested_read_rows(state, lengths, key, code, &nested, offset_count) < 0 ||
-        nested_check_rows(state, key, code, &nested) < 0) {
+        nested_check_rows(state, key, code, &nested, lengths != Py_None) < 0) {
         Py_XDECREF(values);
         Py_XDECREF(lengths);
         arl_nested_release(&nested);

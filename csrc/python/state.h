@@ -74,6 +74,8 @@
     X(device)                                                                                      \
     X(dtype)                                                                                       \
     X(index)                                                                                       \
+    X(is_conj)                                                                                     \
+    X(is_neg)                                                                                      \
     X(is_nested)                                                                                   \
     X(layout)                                                                                      \
     X(lengths)                                                                                     \

@@ -281,6 +281,36 @@ torch_check_strided(arl_state_t *state, PyObject *object, const char *key, arl_s
     return strided ? 0 : -1;
 }
 
+/*
+ * conj() and the imaginary part of a conjugate are views with a flag: their memory holds other
+ * values than they show. Only dtypes that complex numbers are made of can carry it.
+ */
+static int
+torch_check_resolved(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
+                     const arl_view_t *view)
+{
+    PyObject *const flags[] = {state->names.is_conj, state->names.is_neg};
+    static const char *const cures[] = {"resolve_conj", "resolve_neg"};
+    const char kind = arl_dtype_kind(view->dtype);
+
+    for (int i = kind == 'c' ? 0 : 1; i < (kind == 'c' || kind == 'f' ? 2 : 0); i++) {
+        PyObject *flag = PyObject_CallMethodNoArgs(object, flags[i]);
+        const int set = flag == NULL ? -1 : PyObject_IsTrue(flag);
+
+        Py_XDECREF(flag);
+        if (set > 0) {
+            (void)arl_raise_format(state, code, "import tensor",
+                                   "%s: is a lazy view whose memory holds other values; call "
+                                   ".%s() first",
+                                   key, cures[i]);
+        }
+        if (set != 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 static int
 torch_import(arl_state_t *state, PyObject *object, const char *key, arl_status_t code,
              arl_tensor_t *out_p)
@@ -291,6 +321,7 @@ torch_import(arl_state_t *state, PyObject *object, const char *key, arl_status_t
     if (torch_check_strided(state, object, key, code) < 0 ||
         torch_read_dtype(state, object, key, code, &view) < 0 ||
         torch_read_shape(state, object, key, code, &view) < 0 ||
+        torch_check_resolved(state, object, key, code, &view) < 0 ||
         torch_read_device(state, object, key, &view) < 0) {
         return -1;
     }
@@ -563,6 +594,15 @@ arl_tensor_import(arl_state_t *state, PyObject *object, const char *key, int fla
     if (arl_view_nbytes(&tensor.view) < 0) {
         (void)arl_raise_format(state, code, "import tensor",
                                "%s: its sizes are negative or their product overflows", key);
+        arl_tensor_release(&tensor);
+        return -1;
+    }
+    if (tensor.view.data == NULL && arl_view_nbytes(&tensor.view) > 0 &&
+        tensor.view.device_type != ARL_DEVICE_OTHER) {
+        (void)arl_raise_format(state, code, "import tensor",
+                               "%s: a %s without memory behind it (a wrapper or fake tensor); pass "
+                               "the plain tensor it stands for",
+                               key, arl_type_name(object));
         arl_tensor_release(&tensor);
         return -1;
     }

@@ -25,8 +25,9 @@ typedef struct arl_tensor {
     PyObject *owner;
 } arl_tensor_t;
 
-/* A jagged batch: 1-D values (or [components, total] for mrope, which callers refuse), offsets
- * as int64, and lengths where rows leave holes. */
+/* A jagged batch: 1-D values, the rows' offsets and lengths as int64. Rows of several components
+ * (mrope) do not import. Rows lie inside the values; they fill them unless the tensor has lengths
+ * of its own, which may leave holes. */
 typedef struct arl_nested {
     arl_tensor_t values;
     int64_t *offsets; /* rows + 1, owned (PyMem) */
