@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +28,46 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
+WITHOUT_TORCH = importlib.util.find_spec("torch") is None
 WAIVED = pytest.StashKey[list[str]]()
+WAIVED_FILES = pytest.StashKey[list[str]]()
 
 
 def has_gpu() -> bool:
     """Whether the system shows an NVIDIA device. Asks no driver, which would spoil fork."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
+    """Modules that a test file imports, anywhere in it and through helpers beside it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module.split(".")[0])
+    for name in tuple(names):
+        helper = path.with_name(f"{name}.py")
+        if helper.exists() and helper != path:
+            names |= imports(helper)
+    return frozenset(names)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without torch (the other Pythons of `make pythons`), leave out the files that import it."""
+    if WITHOUT_TORCH and collection_path.name.startswith("test_"):
+        missing = {
+            name
+            for name in imports(collection_path) & {"torch", "transformers", "omegaconf"}
+            if importlib.util.find_spec(name) is None
+        }
+        if missing:
+            config.stash.setdefault(WAIVED_FILES, []).append(
+                f"{collection_path.name} (imports {', '.join(sorted(missing))})"
+            )
+            return True
+    return None
 
 
 def pytest_report_header() -> str:
@@ -54,6 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
+    for name in config.stash.get(WAIVED_FILES, []):
+        terminalreporter.write_line(f"not collected here: {name}", yellow=True)
     waived = config.stash.get(WAIVED, [])
     if not waived:
         return

@@ -175,7 +175,7 @@ def test_all_names_carry_the_prefix() -> None:
 def _is_static(path: Path, function: csource.Function) -> bool:
     lines = csource.blank(path.read_text()).split("\n")
     head = "\n".join(lines[function.first - 1 : function.last])
-    return re.search(r"\bstatic\b", head.split("(")[0]) is not None
+    return re.search(r"\bstatic\b", head.split(function.name)[0]) is not None
 
 
 class TestReader:

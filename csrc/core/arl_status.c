@@ -54,7 +54,7 @@ arl_domain_name(arl_domain_t domain)
     return "?";
 }
 
-static void
+__attribute__((format(printf, 6, 0))) static void
 error_vset(arl_error_t *err, arl_status_t code, arl_domain_t domain, int64_t foreign,
            const char *operation, const char *format, va_list args)
 {

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make` alone prints the targets. Each does the set-up that it needs.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+# The installed package is what gets tested: pytest runs inside tests/, from where the source
+# tree is not importable, and tests/test_module.py checks it.
+PYTEST = cd tests && ARL_EXPECT=$(EXPECT) $(abspath $(BIN))/pytest -q -c ../pyproject.toml --rootdir=..
+EXPECT = installed
+SOURCES := $(shell find csrc arctic_rl_c -name '*.[ch]' -o -name '*.py' -o -name '*.pyi' -o -name '*.yaml' -o -name '*.ptx')
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "PYTHON=python3.X chooses the interpreter, VENV=path the environment, ARGS=... is passed on."
+
+# ---- set-up, remembered by stamps ----------------------------------------------------------------
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.needs: pyproject.toml constraints/cpu.txt tools/setup_env.py | $(BIN)/python
+	$(BIN)/python tools/setup_env.py local http test
+	@touch $@
+
+$(VENV)/.lint-needs: $(VENV)/.needs
+	$(BIN)/python tools/setup_env.py dev
+	@touch $@
+
+# build/lib is emptied first: setuptools would install what was once there and is no more.
+# $(call install,build switches,pip arguments)
+install = rm -rf build/lib* build/bdist* && $(1) $(BIN)/python -m pip install -q \
+	--disable-pip-version-check --no-build-isolation --no-deps --no-cache-dir $(2) .
+
+$(VENV)/.installed: $(VENV)/.needs setup.py $(SOURCES)
+	@echo "setup: building and installing arctic_rl_c"
+	@$(call install,,--force-reinstall)
+	@touch $@
+
+.PHONY: setup
+setup: $(VENV)/.installed ## make .venv, install everything, build and install the package
+
+# ---- run -----------------------------------------------------------------------------------------
+
+.PHONY: smoke
+smoke: $(VENV)/.installed ## the main job end to end: four GRPO steps on this machine
+	@$(BIN)/python -I -m arctic_rl_c smoke $(ARGS)
+
+.PHONY: test
+test: $(VENV)/.installed ## the default test suite, against the installed package
+	@$(PYTEST) $(ARGS)
+
+.PHONY: gpu
+gpu: $(VENV)/.installed ## the tests that need a GPU; without one they are waived by name
+	@$(PYTEST) -m gpu $(ARGS); code=$$?; [ $$code -eq 5 ] || exit $$code
+
+.PHONY: leaks
+leaks: $(VENV)/.installed ## reference counts, memory, descriptors of every public name
+	@$(PYTEST) -m leaks $(ARGS)
+
+# ---- instrumented builds, each in its own folder beside the release one ---------------------------
+
+CACHE := $(CURDIR)/.cache
+ASAN_LIBS = $(shell $(CC) -print-file-name=libasan.so):$(shell $(CC) -print-file-name=libstdc++.so)
+
+$(CACHE)/asan/.installed: $(VENV)/.needs setup.py $(SOURCES)
+	@echo "setup: building the sanitizer build"
+	@rm -rf $(@D) && mkdir -p $(@D)
+	@$(call install,ARL_SANITIZE=1,--target $(@D))
+	@touch $@
+
+# libstdc++ is preloaded too, or its exceptions (torch throws) are not intercepted. Reports go to
+# files, so that one from a child process cannot get lost.
+.PHONY: asan
+asan: EXPECT = installed,sanitized
+asan: $(CACHE)/asan/.installed ## the default suite under AddressSanitizer and UBSan
+	@rm -f $(CACHE)/asan/report.*
+	@export PYTHONPATH=$(CACHE)/asan PYTHONMALLOC=malloc \
+		HYPOTHESIS_PROFILE=ci LD_PRELOAD=$(ASAN_LIBS) \
+		ASAN_OPTIONS=detect_leaks=0:log_path=$(CACHE)/asan/report \
+		UBSAN_OPTIONS=print_stacktrace=1:log_path=$(CACHE)/asan/report; \
+		$(PYTEST) $(ARGS); code=$$?; \
+		cat $(CACHE)/asan/report.* 2>/dev/null && exit 1; exit $$code
+
+# ---- other compilers and interpreters ------------------------------------------------------------
+
+.PHONY: clang
+clang: $(VENV)/.needs ## compile with clang too, warnings as errors
+	@if command -v clang >/dev/null; then \
+		CC=clang ARL_WERROR=1 $(BIN)/python setup.py -q build_ext --build-lib $(CACHE)/clang && \
+		echo "clang: no warnings"; \
+	else echo "clang: absent, not checked"; fi
+
+.PHONY: pythons
+pythons: $(VENV)/.needs ## build and test with every other Python here, without torch
+	@$(BIN)/python tools/test_pythons.py $(ARGS)
+
+# ---- checks --------------------------------------------------------------------------------------
+
+.PHONY: lint
+lint: $(VENV)/.lint-needs $(VENV)/.installed ## every check that a commit gets, over all files
+	@PATH="$(abspath $(BIN)):$$PATH" pre-commit run --all-files $(ARGS)
+
+.PHONY: format
+format: $(VENV)/.lint-needs ## rewrite Python and C in the project's format
+	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
+	@$(BIN)/clang-format -i $(shell find csrc -name '*.[ch]')
+
+.PHONY: docs
+docs: | $(BIN)/python ## check the documentation: links, reachability, named targets
+	@$(BIN)/python tools/check_docs.py
+
+.PHONY: clean
+clean: ## remove what was built; keeps .venv
+	rm -rf build dist .cache *.egg-info arctic_rl_c/*.so
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
