@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that must leave nothing behind, at least one for every public name of the module.
+
+A case is a function that prepares and returns a Case; `covers` are the names it is about, and
+test_leaks.py fails when a public name has none. Error paths count: each case makes the call that
+works and the ones that are refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import arctic_rl_c
+import arctic_rl_c._core as core
+
+
+@dataclass
+class Case:
+    """`call` is what is repeated; `arguments` are objects whose reference counts are watched."""
+
+    call: Callable[[], object]
+    arguments: tuple[object, ...] = ()
+    close: Callable[[], object] = field(default=lambda: None)
+
+
+CASES: dict[str, Callable[[], Case]] = {}
+COVERED: dict[str, list[str]] = {}
+
+
+def case(*covers: str) -> Callable[[Callable[[], Case]], Callable[[], Case]]:
+    def register(make: Callable[[], Case]) -> Callable[[], Case]:
+        CASES[make.__name__] = make
+        for name in covers:
+            COVERED.setdefault(name, []).append(make.__name__)
+        return make
+
+    return register
+
+
+def refused(error: type[BaseException], call: Callable[..., object], *args: object, **kw: object):
+    """Make a call that must raise `error`; anything else is a broken case, not a leak."""
+    try:
+        call(*args, **kw)
+    except error:
+        return
+    raise AssertionError(f"{call} was not refused")
+
+
+# ---- exceptions ----------------------------------------------------------------------------------
+
+ERRORS = [
+    value
+    for value in vars(core).values()
+    if isinstance(value, type) and issubclass(value, BaseException)
+]
+
+
+@case(*(cls.__name__ for cls in ERRORS))
+def exceptions() -> Case:
+    def call() -> None:
+        for cls in ERRORS:
+            try:
+                raise cls("text")
+            except arctic_rl_c.ArcticError as error:
+                assert type(pickle.loads(pickle.dumps(error))) is cls
+
+    return Case(call)
+
+
+# ---- batch ---------------------------------------------------------------------------------------
+
+
+def ragged(rows: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """(values, offsets) of rows with 3, 4, 5, … ids."""
+    lengths = np.arange(3, 3 + rows)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return np.arange(offsets[-1]), offsets
+
+
+@case("pad_prompt_response")
+def pad_prompt_response_numpy() -> Case:
+    values, offsets = ragged()
+    prompts = [1, 2, 1, 2]
+    responses = [2, 2, 4, 4]
+
+    def call() -> None:
+        core.pad_prompt_response((values, offsets), prompts, responses)
+        core.pad_prompt_response((values, offsets), prompts, responses, pad_value=7)
+        refused(core.PayloadError, core.pad_prompt_response, (values, offsets), prompts, [9] * 4)
+        refused(core.PayloadError, core.pad_prompt_response, (values, offsets), [1], responses)
+        refused(TypeError, core.pad_prompt_response, (values, offsets))
+        refused(TypeError, core.pad_prompt_response, nonsense=1)
+
+    return Case(call, (values, offsets, prompts, responses))
+
+
+@case("pad_prompt_response", "make_jagged", "shift_predict_next", "left_pad")
+def batch_torch() -> Case:
+    import torch
+
+    values, offsets = ragged()
+    nested = torch.nested.nested_tensor_from_jagged(
+        torch.from_numpy(values), torch.from_numpy(offsets)
+    )
+    prompts = torch.tensor([1, 2, 1, 2])
+    responses = torch.tensor([2, 2, 4, 4])
+
+    def call() -> None:
+        dense, _, _ = core.pad_prompt_response(nested, prompts, responses)
+        core.left_pad(dense, 9)
+        mask = torch.ones(dense.shape, dtype=torch.int64)
+        refused(core.PayloadError, core.make_jagged, dense, mask[:2], nested)
+        core.shift_predict_next(nested)
+        refused(core.PayloadError, core.pad_prompt_response, nested, prompts, prompts[:1])
+
+    return Case(call, (nested, prompts, responses))
+
+
+@case("thread_count")
+def thread_count() -> Case:
+    return Case(core.thread_count)
