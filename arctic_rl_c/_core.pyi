@@ -2,7 +2,7 @@
 # Types of the C half; stubtest compares them with the running module. Exceptions first, then
 # everything else in alphabetical order. Docstrings live in C.
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 # A torch tensor, a NumPy array, or an object with __dlpack__; torch comes out as torch, all else
@@ -33,6 +33,7 @@ def left_pad(
     tensor: _Tensor, width: int, *, on_wide: Literal["error", "keep"] = "error"
 ) -> _Tensor: ...
 def make_jagged(dense: _Tensor, attention_mask: _Tensor, like: _Nested) -> _Nested: ...
+def normalize_config(config: Mapping[str, Any]) -> dict[str, Any]: ...
 def pad_prompt_response(
     input: _Nested,
     prompts: _Nested | _Tensor | Sequence[int],

@@ -297,7 +297,8 @@ read_double(const char *digits, bool negative)
 }
 
 arl_status_t
-arl_literal_read(arl_tree_t *tree, const char *data, size_t size, arl_node_t *node, arl_error_t *err)
+arl_literal_read(arl_tree_t *tree, const char *data, size_t size, arl_node_t *node,
+                 arl_error_t *err)
 {
     static const char *const nulls[] = {"", "~", "null", "Null", "NULL", NULL};
     static const char *const trues[] = {"yes",  "Yes", "YES", "true", "True",

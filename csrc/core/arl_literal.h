@@ -19,7 +19,7 @@
 
 /* Sets the kind and value of `node`, whose place is used in messages. */
 arl_status_t arl_literal_read(arl_tree_t *tree, const char *data, size_t size, arl_node_t *node,
-                             arl_error_t *err);
+                              arl_error_t *err);
 
 /* The number that `text` spells, without underscores. */
 double arl_literal_parse_double(const char *text);
