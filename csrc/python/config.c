@@ -80,10 +80,11 @@ read_dict(arl_config_reader_t *reader, PyObject *object, int depth)
     arl_error_t err = ARL_ERROR_INIT;
 
     for (Py_ssize_t i = 0; map != NULL && items != NULL && i < PyList_GET_SIZE(items); i++) {
-        PyObject *pair = PyList_GET_ITEM(items, i); /* borrowed from items, which is ours */
-        arl_node_t *key = read_object(reader, PyTuple_GET_ITEM(pair, 0), depth);
+        PyObject *pair = PyList_GET_ITEM(items, i); /* borrowed from items */
+        arl_node_t *key = read_object(reader, PyTuple_GET_ITEM(pair, 0), depth); /* borrowed */
         arl_node_t *value;
 
+        /* borrowed from the pair */
         value = key == NULL ? NULL : read_object(reader, PyTuple_GET_ITEM(pair, 1), depth);
         if (value == NULL) {
             map = NULL;
@@ -108,6 +109,7 @@ read_sequence(arl_config_reader_t *reader, PyObject *object, int depth)
     arl_error_t err = ARL_ERROR_INIT;
 
     for (Py_ssize_t i = 0; list != NULL && items != NULL && i < PyTuple_GET_SIZE(items); i++) {
+        /* borrowed from items, which is ours */
         arl_node_t *item = read_object(reader, PyTuple_GET_ITEM(items, i), depth);
 
         if (item == NULL) {
@@ -288,6 +290,7 @@ write_node(arl_state_t *state, const arl_node_t *node, PyObject *foreign)
     case ARL_NODE_MAP:
         return write_map(state, node, foreign);
     case ARL_NODE_FOREIGN:
+        /* borrowed, made strong */
         return Py_NewRef(PyList_GET_ITEM(foreign, (Py_ssize_t)node->as.integer));
     }
     Py_UNREACHABLE();
