@@ -5,49 +5,20 @@
 
 #include <string.h>
 
-enum { BLOCK = 256 }; /* elements summed at a time while looking for the first one */
+enum { BLOCK_BYTES = 1024 }; /* compared at a time: memcmp at its best, the pattern stays in L1 */
 
-/* What a stretch of a row holds: the sum of its values, and all their bits together. */
-typedef struct tally {
-    uint64_t sum;
-    uint64_t bits;
-} tally_t;
+/* One block of each value that a mask may hold. */
+typedef struct mask_blocks {
+    unsigned char of[2][BLOCK_BYTES];
+} mask_blocks_t;
 
-/* Contiguous elements of one width; the compiler vectorises it. Unaligned data is fine. */
-#define TALLY_LOOP(type)                                                                           \
-    tally_t tally = {0, 0};                                                                        \
-                                                                                                   \
-    for (int64_t i = 0; i < count; i++) {                                                          \
-        type value;                                                                                \
-                                                                                                   \
-        memcpy(&value, data + i * (int64_t)sizeof(type), sizeof(type));                            \
-        tally.sum += value;                                                                        \
-        tally.bits |= value;                                                                       \
-    }                                                                                              \
-    return tally;
-
-static tally_t
-tally_dense_1(const char *data, int64_t count)
+static void
+mask_blocks_fill(mask_blocks_t *blocks, size_t itemsize)
 {
-    TALLY_LOOP(uint8_t)
-}
-
-static tally_t
-tally_dense_2(const char *data, int64_t count)
-{
-    TALLY_LOOP(uint16_t)
-}
-
-static tally_t
-tally_dense_4(const char *data, int64_t count)
-{
-    TALLY_LOOP(uint32_t)
-}
-
-static tally_t
-tally_dense_8(const char *data, int64_t count)
-{
-    TALLY_LOOP(uint64_t)
+    memset(blocks, 0, sizeof(*blocks));
+    for (size_t i = 0; i < BLOCK_BYTES; i += itemsize) {
+        blocks->of[1][i] = 1; /* little endian: the low byte comes first */
+    }
 }
 
 static uint64_t
@@ -74,36 +45,32 @@ mask_value(const char *data, size_t itemsize)
     }
 }
 
-static tally_t
-mask_tally(const char *data, int64_t stride, size_t itemsize, int64_t count)
+/* The first column from `column` on that does not hold `wanted`, or the width. */
+static int64_t
+mask_skip(const arl_view_t *mask, const mask_blocks_t *blocks, const char *row, int64_t column,
+          int wanted)
 {
-    tally_t tally = {0, 0};
+    const int64_t width = mask->shape[1], stride = mask->strides[1];
+    const int64_t block = BLOCK_BYTES / (int64_t)mask->itemsize;
 
-    if (stride == (int64_t)itemsize) {
-        switch (itemsize) {
-        case 1:
-            return tally_dense_1(data, count);
-        case 2:
-            return tally_dense_2(data, count);
-        case 4:
-            return tally_dense_4(data, count);
-        default:
-            return tally_dense_8(data, count);
+    if (stride == (int64_t)mask->itemsize) {
+        while (width - column >= block &&
+               memcmp(row + column * stride, blocks->of[wanted], BLOCK_BYTES) == 0) {
+            column += block;
         }
     }
-    for (int64_t i = 0; i < count; i++) {
-        const uint64_t value = mask_value(data + i * stride, itemsize);
-
-        tally.sum += value;
-        tally.bits |= value;
+    while (column < width &&
+           mask_value(row + column * stride, mask->itemsize) == (uint64_t)wanted) {
+        column++;
     }
-    return tally;
+    return column;
 }
 
 typedef struct mask_context {
     const arl_view_t *mask;
     int64_t *starts;
     int64_t *lengths; /* -1 marks a row that the caller has to describe */
+    mask_blocks_t blocks;
 } mask_context_t;
 
 static const char *
@@ -112,50 +79,21 @@ mask_row(const arl_view_t *mask, int64_t row)
     return (const char *)mask->data + row * mask->strides[0];
 }
 
-/* Skips zeros by blocks, then finds the first one inside its block. */
-static int64_t
-mask_first(const arl_view_t *mask, const char *row)
-{
-    const int64_t width = mask->shape[1], stride = mask->strides[1];
-    int64_t column = 0;
-
-    while (column < width) {
-        const int64_t count = width - column < BLOCK ? width - column : BLOCK;
-
-        if (mask_tally(row + column * stride, stride, mask->itemsize, count).bits != 0) {
-            while (mask_value(row + column * stride, mask->itemsize) == 0) {
-                column++;
-            }
-            return column;
-        }
-        column += count;
-    }
-    return width;
-}
-
+/* Zeros, ones, zeros, and nothing else: one pass. */
 static void
 mask_rows(void *opaque, int64_t begin, int64_t end)
 {
     const mask_context_t *context = opaque;
     const arl_view_t *mask = context->mask;
-    const int64_t width = mask->shape[1], stride = mask->strides[1];
 
     for (int64_t row = begin; row < end; row++) {
         const char *data = mask_row(mask, row);
-        const int64_t start = mask_first(mask, data);
-        const tally_t rest =
-            mask_tally(data + start * stride, stride, mask->itemsize, width - start);
-        bool fine = rest.bits <= 1;
+        const int64_t first = mask_skip(mask, &context->blocks, data, 0, 0);
+        const int64_t last = mask_skip(mask, &context->blocks, data, first, 1);
+        const bool fine = mask_skip(mask, &context->blocks, data, last, 0) == mask->shape[1];
 
-        /* With values of 0 and 1 alone the sum is the number of ones, at most width - start. */
-        if (fine && rest.sum > 0) {
-            const tally_t run =
-                mask_tally(data + start * stride, stride, mask->itemsize, (int64_t)rest.sum);
-
-            fine = run.sum == rest.sum;
-        }
-        context->starts[row] = start;
-        context->lengths[row] = fine ? (int64_t)rest.sum : -1;
+        context->starts[row] = first;
+        context->lengths[row] = fine ? last - first : -1;
     }
 }
 
@@ -194,7 +132,7 @@ arl_status_t
 arl_mask_spans(const arl_view_t *mask, const char *key, int64_t *starts, int64_t *lengths,
                arl_error_t *err)
 {
-    mask_context_t context = {mask, starts, lengths};
+    mask_context_t context = {.mask = mask, .starts = starts, .lengths = lengths};
     const char kind = arl_dtype_kind(mask->dtype);
 
     if (mask->ndim != 2 || (kind != 'b' && kind != 'i' && kind != 'u')) {
@@ -205,6 +143,7 @@ arl_mask_spans(const arl_view_t *mask, const char *key, int64_t *starts, int64_t
                              "%s: is %s, a bool or integer mask of two dimensions is needed", key,
                              text);
     }
+    mask_blocks_fill(&context.blocks, mask->itemsize);
     arl_parallel_for(mask->shape[0], arl_view_nbytes(mask), mask_rows, &context);
     for (int64_t row = 0; row < mask->shape[0]; row++) {
         if (lengths[row] < 0) {
