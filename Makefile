@@ -85,6 +85,16 @@ asan: $(CACHE)/asan/.installed ## the default suite under AddressSanitizer and U
 		$(PYTEST) $(ARGS); code=$$?; \
 		cat $(CACHE)/asan/report.* 2>/dev/null && exit 1; exit $$code
 
+$(CACHE)/faults/.installed: $(VENV)/.needs setup.py tests/faults/arl_faults.c $(SOURCES)
+	@echo "setup: building the fault-injection build"
+	@rm -rf $(@D) && mkdir -p $(@D)
+	@$(call install,ARL_FAULTS=1,--target $(@D))
+	@touch $@
+
+.PHONY: faults
+faults: $(CACHE)/faults/.installed ## every allocation and system call fails once, in turn
+	@export PYTHONPATH=$(CACHE)/faults; $(PYTEST) -m faults $(ARGS)
+
 # ---- other compilers and interpreters ------------------------------------------------------------
 
 .PHONY: clang

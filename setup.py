@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -146,14 +147,18 @@ if switch("ARL_SANITIZE"):
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
     cflags += [*sanitize, "-fno-omit-frame-pointer", "-O1", "-g", "-UNDEBUG", "-DARL_DEBUG=1"]
     ldflags += sanitize
+sources = sorted(str(p) for p in Path("csrc").rglob("*.c"))
 if switch("ARL_FAULTS"):
-    cflags += ["-DARL_FAULTS=1"]
+    faults = Path("tests/faults/arl_faults.c")
+    sources.append(str(faults))
+    wrapped = re.findall(r"^(?:WRAP\([^,]+, |int __wrap_)(\w+)", faults.read_text(), re.MULTILINE)
+    ldflags += [f"-Wl,--wrap={name}" for name in sorted(set(wrapped))]
 
 setup(
     ext_modules=[
         Extension(
             "arctic_rl_c._core",
-            sources=sorted(str(p) for p in Path("csrc").rglob("*.c")),
+            sources=sources,
             depends=sorted(str(p) for p in Path("csrc").rglob("*.h")),
             include_dirs=[numpy.get_include()],
             define_macros=[("PY_SSIZE_T_CLEAN", "1")],

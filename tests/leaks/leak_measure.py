@@ -30,14 +30,16 @@ class _Mallinfo2(ctypes.Structure):  # malloc.h; hblkhd is mapped, uordblks take
     _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(10)]
 
 
+_mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if _mallinfo2 is not None:
+    _mallinfo2.restype = _Mallinfo2
+
+
 def heap_bytes() -> int:
     """Bytes that malloc has handed out and not got back, over all its arenas."""
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except AttributeError:  # a libc without it; the other measures remain
+    if _mallinfo2 is None:  # a libc without it; the other measures remain
         return 0
-    mallinfo2.restype = _Mallinfo2
-    info = mallinfo2()
+    info = _mallinfo2()
     return int(info.field7 + info.field4)
 
 
@@ -52,9 +54,10 @@ def tracked(case: leak_cases.Case) -> dict[str, object]:
 class Meter:
     """Reads all counters into memory of its own, so that reading changes none of them."""
 
-    def __init__(self, objects: dict[str, object]) -> None:
+    def __init__(self, objects: dict[str, object], *, count_objects: bool = True) -> None:
         if sys.version_info >= (3, 12):  # immortal there
             objects = {k: v for k, v in objects.items() if v not in (None, True, 0, ())}
+        self.count_objects = count_objects
         self.objects = list(objects.values())
         self.names = [f"references of {name}" for name in objects] + ["heap bytes", "objects"]
         self.rows = [array.array("q", bytes(8 * len(self.names))) for _ in range(ROUNDS + 1)]
@@ -65,7 +68,7 @@ class Meter:
         for index, value in enumerate(self.objects):
             values[index] = sys.getrefcount(value)
         values[-2] = heap_bytes()
-        values[-1] = sys.getallocatedblocks()
+        values[-1] = sys.getallocatedblocks() if self.count_objects else 0
 
     def growth(self, rounds: int) -> dict[str, list[int]]:
         """Of every counter that moved in each round: what each round added."""
