@@ -7,7 +7,9 @@ enum {
     NS_PER_US = 1000,
     NS_PER_MS = 1000000,
     SPIN_NS = 50 * NS_PER_US,
+    SLEEP_MIN_NS = 2 * NS_PER_US,
     SLEEP_MAX_NS = 1 * NS_PER_MS,
+    SLEEP_SHARE = 16, /* a sleep is at most this part of what was waited before it */
     ALIVE_EVERY_NS = 10 * NS_PER_MS,
     INTERRUPT_EVERY_NS = 50 * NS_PER_MS,
 };
@@ -85,9 +87,26 @@ arl_status_t
 arl_deadline_wait(arl_deadline_t *deadline, bool (*ready)(void *context),
                   bool (*alive)(void *context), void *context)
 {
+    return arl_deadline_wait_spinning(deadline, SPIN_NS, ready, alive, context);
+}
+
+static void
+deadline_sleep(int64_t waited_ns)
+{
+    int64_t sleep_ns = waited_ns / SLEEP_SHARE;
+
+    sleep_ns = sleep_ns < SLEEP_MIN_NS ? SLEEP_MIN_NS : sleep_ns;
+    sleep_ns = sleep_ns > SLEEP_MAX_NS ? SLEEP_MAX_NS : sleep_ns;
+    (void)nanosleep(&(struct timespec){.tv_sec = 0, .tv_nsec = sleep_ns},
+                    NULL); /* EINTR: shorter */
+}
+
+arl_status_t
+arl_deadline_wait_spinning(arl_deadline_t *deadline, int64_t spin_ns, bool (*ready)(void *context),
+                           bool (*alive)(void *context), void *context)
+{
     const int64_t begin = arl_clock_ns();
     int64_t next_alive = begin;
-    int64_t sleep_ns = 2 * NS_PER_US;
 
     for (;;) {
         int64_t now;
@@ -109,11 +128,8 @@ arl_deadline_wait(arl_deadline_t *deadline, bool (*ready)(void *context),
         if (arl_deadline_expired(deadline)) {
             return ready(context) ? ARL_OK : ARL_ERR_TIMEOUT;
         }
-        if (now - begin >= SPIN_NS) {
-            struct timespec nap = {.tv_sec = 0, .tv_nsec = sleep_ns};
-
-            (void)nanosleep(&nap, NULL); /* EINTR only shortens the nap */
-            sleep_ns = sleep_ns * 2 < SLEEP_MAX_NS ? sleep_ns * 2 : SLEEP_MAX_NS;
+        if (now - begin >= spin_ns) {
+            deadline_sleep(now - begin);
         }
     }
 }

@@ -36,13 +36,19 @@ int64_t arl_deadline_left_ns(const arl_deadline_t *deadline);
 double arl_deadline_elapsed_s(const arl_deadline_t *deadline);
 
 /*
- * Waits until `ready(context)` is true, with a short spin and then growing sleeps (at most
- * 1 ms), so that a wait that ends soon costs microseconds and one that does not costs no core.
+ * Waits until `ready(context)` is true, with a short spin and then growing sleeps (a sixteenth
+ * of what was waited so far, at most 1 ms), so that a wait that ends soon costs microseconds and
+ * one that does not costs no core.
  * Returns ARL_OK, ARL_ERR_TIMEOUT, or ARL_ERR_INTERRUPTED. It fills no error: the caller knows
  * the phase and the peer, and says them. `alive(context)`, if not NULL, is asked about every
  * 10 ms; false ends the wait with ARL_ERR_PEER_LOST.
  */
 arl_status_t arl_deadline_wait(arl_deadline_t *deadline, bool (*ready)(void *context),
                                bool (*alive)(void *context), void *context);
+
+/* The same with a spin of `spin_ns`, for what is known to end soon and where the time counts. */
+arl_status_t arl_deadline_wait_spinning(arl_deadline_t *deadline, int64_t spin_ns,
+                                        bool (*ready)(void *context), bool (*alive)(void *context),
+                                        void *context);
 
 #endif

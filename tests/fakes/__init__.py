@@ -45,20 +45,9 @@ LIBRARIES = {
 }
 INPUTS = ("csrc/transport/*.h", "csrc/transport/kernels/*", "csrc/core/arl_status.h")
 FLAGS = [
-    "-std=c11",
-    "-D_GNU_SOURCE",
-    "-O1",
-    "-g",
-    "-fPIC",
-    "-shared",
-    "-pthread",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-Wshadow",
-    "-Wstrict-prototypes",
-    "-Wformat=2",
-    "-Werror",
+    *("-std=c11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-shared", "-pthread"),
+    *("-fvisibility=hidden", "-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes"),
+    *("-Wformat=2", "-Werror"),
 ]
 
 LIVE = ("allocations", "mappings", "pinned", "streams", "events", "modules", "graphs", "contexts")
