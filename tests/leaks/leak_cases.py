@@ -8,9 +8,11 @@ works and the ones that are refused.
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +29,7 @@ class Case:
     close: Callable[[], object] = field(default=lambda: None)
 
 
+Refusal = type[BaseException] | tuple[type[BaseException], ...]
 CASES: dict[str, Callable[[], Case]] = {}
 COVERED: dict[str, list[str]] = {}
 
@@ -48,7 +51,7 @@ def case(*covers: str, faults: bool = True) -> Callable[[Callable[[], Case]], Ca
     return register
 
 
-def refused(error: type[BaseException], call: Callable[..., object], *args: object, **kw: object):
+def refused(error: Refusal, call: Callable[..., object], *args: object, **kw: object):
     """Make a call that must raise `error`; anything else is a broken case, not a leak."""
     try:
         call(*args, **kw)
@@ -131,3 +134,34 @@ def batch_torch() -> Case:
 @case("thread_count")
 def thread_count() -> Case:
     return Case(core.thread_count)
+
+
+# ---- configuration -------------------------------------------------------------------------------
+
+
+def recorded_config(version: str) -> dict[str, object]:
+    """The plain configuration of the first recorded case of a generation."""
+    path = Path(__file__).parent.parent / "golden" / "golden.json"
+    return next(c["config"] for c in json.loads(path.read_text()) if c["version"] == version)
+
+
+@case("normalize_config")
+def normalize_config() -> Case:
+    flat, nested = recorded_config("seed"), recorded_config("final")
+    unknown = {**nested, "remote_backend": {"colocated": True}}
+    mistyped = {**nested, "remote_backend": {"training_gpus": "two"}}
+    deep: dict[str, object] = {}
+    for _ in range(1000):
+        deep = {"a": deep}
+
+    def call() -> None:
+        once = core.normalize_config(flat)
+        assert core.normalize_config(once) == once
+        core.normalize_config(nested)
+        refused(core.ConfigError, core.normalize_config, unknown)
+        refused(core.ConfigError, core.normalize_config, mistyped)
+        refused((core.ConfigError, RecursionError), core.normalize_config, {"x": deep})
+        refused((TypeError, core.ConfigError), core.normalize_config, 7)
+        refused(TypeError, core.normalize_config)
+
+    return Case(call, (flat, nested, unknown))
