@@ -45,6 +45,17 @@ arl_nested_check(arl_state_t *state, PyObject *object)
     return is_nested;
 }
 
+/* arl_tensor_read_int64 of a part of a jagged tensor, which messages name: "input offsets". */
+static int
+nested_read_int64(arl_state_t *state, PyObject *object, const char *key, const char *part,
+                  arl_status_t code, int64_t **values_p, int64_t *count_p)
+{
+    char name[96];
+
+    (void)snprintf(name, sizeof(name), "%.80s %s", key, part);
+    return arl_tensor_read_int64(state, object, name, code, values_p, count_p);
+}
+
 /* Fills nested->lengths from the offsets, or from `lengths` where rows leave holes. */
 static int
 nested_read_rows(arl_state_t *state, PyObject *lengths, const char *key, arl_status_t code,
@@ -59,7 +70,7 @@ nested_read_rows(arl_state_t *state, PyObject *lengths, const char *key, arl_sta
     if (lengths != Py_None) {
         int64_t count;
 
-        if (arl_tensor_read_int64(state, lengths, key, code, &nested->lengths, &count) < 0) {
+        if (nested_read_int64(state, lengths, key, "lengths", code, &nested->lengths, &count) < 0) {
             return -1;
         }
         if (count != nested->rows) {
@@ -169,8 +180,8 @@ arl_nested_import(arl_state_t *state, PyObject *object, const char *key, arl_sta
     }
     if (lengths == NULL ||
         arl_tensor_import(state, values, key, ARL_TENSOR_CPU_ONLY, code, &nested.values) < 0 ||
-        arl_tensor_read_int64(state, nested.offsets_object, key, code, &nested.offsets,
-                              &offset_count) < 0 ||
+        nested_read_int64(state, nested.offsets_object, key, "offsets", code, &nested.offsets,
+                          &offset_count) < 0 ||
         nested_read_rows(state, lengths, key, code, &nested, offset_count) < 0 ||
         nested_check_rows(state, key, code, &nested, lengths != Py_None) < 0) {
         Py_XDECREF(values);

@@ -753,6 +753,10 @@ arl_tensor_new(arl_state_t *state, arl_tensor_kind_t like, arl_dtype_t dtype, in
         return NULL;
     }
     view.data = PyArray_DATA((PyArrayObject *)array);
+    for (int i = 0; i < ndim; i++) {
+        /* NumPy gives an empty array strides of 0, with which torch refuses view(dtype). */
+        PyArray_STRIDES((PyArrayObject *)array)[i] = (npy_intp)view.strides[i];
+    }
     if (like == ARL_TENSOR_TORCH) {
         PyObject *tensor = torch_from_array(state, array, dtype, exact);
 
