@@ -43,6 +43,14 @@ $(VENV)/.installed: $(VENV)/.needs setup.py $(SOURCES)
 .PHONY: setup
 setup: $(VENV)/.installed ## make .venv, install everything, build and install the package
 
+.PHONY: build
+build: $(VENV)/.needs ## build in place, for an editor or a debugger
+	$(BIN)/python setup.py -q build_ext --inplace
+
+.PHONY: debug
+debug: export ARL_DEBUG = 1
+debug: build ## the same with -O0 -g3 and the invariants on
+
 # ---- run -----------------------------------------------------------------------------------------
 
 .PHONY: smoke
