@@ -74,10 +74,11 @@ leaks: $(VENV)/.installed ## reference counts, memory, descriptors of every publ
 CACHE := $(CURDIR)/.cache
 ASAN_LIBS = $(shell $(CC) -print-file-name=libasan.so):$(shell $(CC) -print-file-name=libstdc++.so)
 
-$(CACHE)/asan/.installed: $(VENV)/.needs setup.py $(SOURCES)
+$(CACHE)/asan/.installed: $(VENV)/.needs setup.py tools/asan_sitecustomize.py $(SOURCES)
 	@echo "setup: building the sanitizer build"
 	@rm -rf $(@D) && mkdir -p $(@D)
 	@$(call install,ARL_SANITIZE=1,--target $(@D))
+	@cp tools/asan_sitecustomize.py $(@D)/sitecustomize.py
 	@touch $@
 
 # libstdc++ is preloaded too, or its exceptions (torch throws) are not intercepted. Reports go to
@@ -85,13 +86,15 @@ $(CACHE)/asan/.installed: $(VENV)/.needs setup.py $(SOURCES)
 .PHONY: asan
 asan: EXPECT = installed,sanitized
 asan: $(CACHE)/asan/.installed ## the default suite under AddressSanitizer and UBSan
-	@rm -f $(CACHE)/asan/report.*
-	@export PYTHONPATH=$(CACHE)/asan PYTHONMALLOC=malloc \
-		HYPOTHESIS_PROFILE=ci LD_PRELOAD=$(ASAN_LIBS) \
-		ASAN_OPTIONS=detect_leaks=0:log_path=$(CACHE)/asan/report \
-		UBSAN_OPTIONS=print_stacktrace=1:log_path=$(CACHE)/asan/report; \
-		$(PYTEST) $(ARGS); code=$$?; \
-		cat $(CACHE)/asan/report.* 2>/dev/null && exit 1; exit $$code
+	@rm -rf $(CACHE)/asan-reports && mkdir $(CACHE)/asan-reports
+	@export PYTHONPATH=$(CACHE)/asan PYTHONMALLOC=malloc HYPOTHESIS_PROFILE=ci \
+		LD_PRELOAD=$(ASAN_LIBS) ARL_SANITIZER_REPORT=$(CACHE)/asan-reports/ubsan \
+		ASAN_OPTIONS=detect_leaks=0:log_path=$(CACHE)/asan-reports/asan \
+		UBSAN_OPTIONS=print_stacktrace=1; \
+		$(PYTEST) $(ARGS); code=$$?; unset LD_PRELOAD; \
+		if ls $(CACHE)/asan-reports/* >/dev/null 2>&1; then \
+			cat $(CACHE)/asan-reports/*; echo "the sanitizers reported"; exit 1; \
+		fi; exit $$code
 
 $(CACHE)/faults/.installed: $(VENV)/.needs setup.py tests/faults/arl_faults.c $(SOURCES)
 	@echo "setup: building the fault-injection build"
