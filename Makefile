@@ -69,6 +69,12 @@ gpu: $(VENV)/.installed ## the tests that need a GPU; without one they are waive
 leaks: $(VENV)/.installed ## reference counts, memory, descriptors of every public name
 	@$(PYTEST) -m leaks $(ARGS)
 
+.PHONY: bench
+bench: $(VENV)/.installed ## speed against the usual way and the machine's ceiling (ARGS=--save keeps it)
+	@set -e; for file in benchmarks/bench_*.py; do \
+		echo "---- $$file"; $(BIN)/python $$file $(ARGS); \
+	done
+
 # ---- instrumented builds, each in its own folder beside the release one ---------------------------
 
 CACHE := $(CURDIR)/.cache
