@@ -163,46 +163,23 @@ arl_scalar_from_int64(arl_dtype_t dtype, int64_t value, unsigned char *out)
     if (value >= 0) {
         return arl_scalar_from_uint64(dtype, (uint64_t)value, out);
     }
-    switch (arl_dtype_kind(dtype)) {
-    case 'i':
-        if (value < INT64_MIN >> (64 - bits)) {
-            return false;
-        }
-        memcpy(out, &value, arl_dtype_size(dtype));
-        return true;
-    case 'f':
-    case 'x':
-    case 'c':
-        return arl_scalar_from_double(dtype, (double)value, out);
-    default:
+    if (arl_dtype_kind(dtype) != 'i' || value < INT64_MIN >> (64 - bits)) {
         return false;
     }
+    memcpy(out, &value, arl_dtype_size(dtype));
+    return true;
 }
 
 bool
 arl_scalar_from_uint64(arl_dtype_t dtype, uint64_t value, unsigned char *out)
 {
     const int bits = (int)arl_dtype_size(dtype) * 8;
+    const char kind = arl_dtype_kind(dtype);
+    const int room = kind == 'b' ? 1 : kind == 'i' ? bits - 1 : kind == 'u' ? bits : 0;
 
-    switch (arl_dtype_kind(dtype)) {
-    case 'b':
-    case 'u':
-    case 'i': {
-        const int room = arl_dtype_kind(dtype) == 'b'   ? 1
-                         : arl_dtype_kind(dtype) == 'i' ? bits - 1
-                                                        : bits;
-
-        if (value > UINT64_MAX >> (64 - room)) {
-            return false;
-        }
-        memcpy(out, &value, arl_dtype_size(dtype));
-        return true;
-    }
-    case 'f':
-    case 'x':
-    case 'c':
-        return arl_scalar_from_double(dtype, (double)value, out);
-    default:
+    if (room == 0 || value > UINT64_MAX >> (64 - room)) {
         return false;
     }
+    memcpy(out, &value, arl_dtype_size(dtype));
+    return true;
 }

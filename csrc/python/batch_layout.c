@@ -497,7 +497,8 @@ fill_from_float(PyObject *pad_value, arl_dtype_t dtype, unsigned char *fill)
     }
     value = PyFloat_AsDouble(pad_value);
     if (value == -1.0 && PyErr_Occurred()) {
-        if (!PyErr_ExceptionMatches(PyExc_TypeError)) {
+        if (!PyErr_ExceptionMatches(PyExc_TypeError) &&
+            !PyErr_ExceptionMatches(PyExc_OverflowError)) {
             return -1;
         }
         PyErr_Clear();
@@ -510,8 +511,8 @@ int
 arl_batch_fill(arl_state_t *state, PyObject *pad_value, arl_dtype_t dtype, const char *key,
                unsigned char fill[ARL_ITEM_MAX])
 {
-    PyObject *number = NULL;
-    int fits;
+    const char kind = arl_dtype_kind(dtype);
+    int fits = 0;
 
     if (pad_value == Py_None) {
         (void)arl_raise_format(state, ARL_ERR_PAYLOAD, "read pad_value",
@@ -520,19 +521,24 @@ arl_batch_fill(arl_state_t *state, PyObject *pad_value, arl_dtype_t dtype, const
                                key);
         return -1;
     }
-    if (PyIndex_Check(pad_value)) { /* integers of all kinds, and tensors of any dtype */
-        number = PyNumber_Index(pad_value);
-        if (number == NULL && !PyErr_ExceptionMatches(PyExc_TypeError)) {
-            return -1;
-        }
-        PyErr_Clear();
-    }
-    if (number != NULL) {
-        fits = fill_from_integer(number, dtype, fill);
-        Py_DECREF(number);
-    }
-    else {
+    if (kind != 'b' && kind != 'i' && kind != 'u') {
         fits = fill_from_float(pad_value, dtype, fill);
+    }
+    else if (PyIndex_Check(pad_value) || PyArray_IsScalar(pad_value, Bool)) {
+        PyObject *number = PyArray_IsScalar(pad_value, Bool)
+                               ? PyBool_FromLong(PyObject_IsTrue(pad_value))
+                               : PyNumber_Index(pad_value);
+
+        if (number != NULL) {
+            fits = fill_from_integer(number, dtype, fill);
+            Py_DECREF(number);
+        }
+        else if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear(); /* a tensor of floats or of more than one element */
+        }
+        else {
+            fits = -1;
+        }
     }
     if (fits < 0) {
         return -1;
