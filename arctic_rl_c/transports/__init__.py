@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How operations reach a server; one module each, imported only when asked for."""
+"""How ops reach a server. See `docs/transports.md`."""
+
+from arctic_rl_c.transports.base import Transport
+
+__all__ = ["Transport"]

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The causal LM of the embedded server: a random preset or a local directory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from arctic_rl_c.local.options import ModelOptions
+
+#: Presets: arguments of `Qwen3Config`. `qwen3-0.6b` has that model's 310 tensors exactly.
+SHAPES: dict[str, dict[str, Any]] = {
+    "micro": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+    },
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    },
+}
+
+#: One token a character. The first three are special.
+VOCABULARY = ("<pad>", "<bos>", "<eos>", *"0123456789+-*=, ?")
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """The presets' tokenizer: one token a character of arithmetic, made without a download."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    backend = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="?")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="?",
+        clean_up_tokenization_spaces=False,
+    )
+    return tokenizer
+
+
+def load_tokenizer(options: ModelOptions) -> Any:
+    """The tokenizer that belongs to a model."""
+    if options.path is None:
+        return build_tokenizer()
+    return AutoTokenizer.from_pretrained(
+        options.path, local_files_only=True, trust_remote_code=options.trust_remote_code
+    )
+
+
+def resolve_dtype(options: ModelOptions) -> torch.dtype:
+    """The torch dtype of the weights."""
+    name = options.dtype
+    if name is None:
+        name = "float32" if torch.device(options.device).type == "cpu" else "bfloat16"
+    if name not in _DTYPES:
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def build_model(options: ModelOptions, *, seed: int | None = None) -> Any:
+    """Load a model, or initialise a preset at random.
+
+    Args:
+        options: Which one, and where.
+        seed: Initialise at random with this seed, whatever `options` says.
+
+    Returns:
+        A transformers causal LM in eval mode on the wanted device. Its gradients are off.
+
+    Raises:
+        ValueError: Unknown shape or dtype, or a path that is not a model directory.
+    """
+    device, dtype = torch.device(options.device), resolve_dtype(options)
+    if options.path is not None and not (Path(options.path) / "config.json").is_file():
+        raise ValueError(
+            f"model path {options.path!r} holds no config.json: give a local model directory "
+            f"(nothing is downloaded) or one of the shapes {', '.join(SHAPES)}"
+        )
+    if options.path is not None and seed is None:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            options.path,
+            dtype=dtype,
+            attn_implementation=options.attn_implementation,
+            local_files_only=True,
+            trust_remote_code=options.trust_remote_code,
+        )
+        return _finish(model.to(device))
+    # A generator of our own would not reach the model's initialisers: fork the global one.
+    with torch.random.fork_rng(devices=[]), device:
+        torch.manual_seed(options.seed if seed is None else seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(options.seed if seed is None else seed)
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model_config(options), dtype=dtype, attn_implementation=options.attn_implementation
+        )
+    return _finish(model)
+
+
+def model_config(options: ModelOptions) -> Any:
+    """The transformers config of a model."""
+    if options.path is not None:
+        return AutoConfig.from_pretrained(
+            options.path, local_files_only=True, trust_remote_code=options.trust_remote_code
+        )
+    if options.shape not in SHAPES:
+        raise ValueError(f"shape {options.shape!r} is not one of {', '.join(SHAPES)}")
+    values = {"vocab_size": len(VOCABULARY), **SHAPES[options.shape]}
+    return Qwen3Config(
+        **values,
+        tie_word_embeddings=True,
+        pad_token_id=VOCABULARY.index("<pad>"),
+        bos_token_id=VOCABULARY.index("<bos>"),
+        eos_token_id=VOCABULARY.index("<eos>"),
+    )
+
+
+def _finish(model: Any) -> Any:
+    return model.eval().requires_grad_(False)
+
+
+def write_model(path: str | Path, options: ModelOptions) -> Path:
+    """Write a random preset with its tokenizer as a Hugging Face directory.
+
+    Args:
+        path: The directory, made when missing.
+        options: Shape, seed and dtype.
+
+    Returns:
+        The directory.
+    """
+    directory = Path(path)
+    build_model(options).save_pretrained(directory)
+    load_tokenizer(options).save_pretrained(directory)
+    return directory
+
+
+def named_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """What a weight sync carries: named parameters, a tied one once."""
+    return [(name, param.detach()) for name, param in model.named_parameters()]
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends a sequence, by the model's generation config and the tokenizer."""
+    ids: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        if isinstance(value, int):
+            ids.add(value)
+        elif value is not None:
+            ids.update(int(v) for v in value)
+    return frozenset(ids)
+
+
+def raw_chunks(tensor: torch.Tensor, limit: int = 1 << 26) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order, `limit` bytes at a time."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    for begin in range(0, flat.numel(), limit):
+        yield flat[begin : begin + limit].cpu().numpy().data
+
+
+def weights_digest(model: Any) -> str:
+    """SHA-256 over names, dtypes, shapes and raw bytes of all weights, as hex."""
+    digest = hashlib.sha256()
+    for name, tensor in named_weights(model):
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        for chunk in raw_chunks(tensor):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def describe_model(model: Any) -> dict[str, Any]:
+    """Plain facts about a model, for reports."""
+    weights = named_weights(model)
+    return {
+        "architecture": type(model).__name__,
+        "device": str(weights[0][1].device),
+        "dtype": str(weights[0][1].dtype).removeprefix("torch."),
+        "tensors": len(weights),
+        "parameters": sum(t.numel() for _, t in weights),
+        "bytes": sum(t.numel() * t.element_size() for _, t in weights),
+        "vocab_size": int(model.config.vocab_size),
+    }
+
+
+def forward_flops_per_token(model: Any, context: float) -> float:
+    """Floating-point operations of one token's forward pass.
+
+    Two for each weight of a matrix (norms and the embedding look-up cost nothing worth
+    counting; a tied head is counted once, as a matrix), and four for each attention
+    channel and position of the context.
+    """
+    config = model.config
+    matrices: int = sum(
+        t.numel() for name, t in named_weights(model) if t.dim() == 2 and "embed" not in name
+    )
+    if getattr(config, "tie_word_embeddings", False):
+        matrices += config.vocab_size * config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    channels: int = config.num_hidden_layers * config.num_attention_heads * head_dim
+    return 2.0 * matrices + 4.0 * channels * context
