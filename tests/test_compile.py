@@ -8,8 +8,9 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import csource
 import pytest
+
+import csource
 
 PLAIN = csource.sources("core", "transport")
 
