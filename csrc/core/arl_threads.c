@@ -43,7 +43,7 @@ typedef struct pool {
 /* `gate` serialises creation and use; a caller that finds it taken works alone. */
 static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
 static pool_t *pool;            /* under gate */
-static bool pool_refused;       /* under gate: it could not be made, or the process is exiting */
+static bool pool_refused;       /* under gate: no hooks, or the process is exiting */
 static bool hooks_registered;   /* under gate; inherited by children, as the hooks are */
 static atomic_int thread_count; /* 0: not settled yet */
 
@@ -339,8 +339,8 @@ pool_get_locked(int threads)
         }
         hooks_registered = true;
     }
-    pool = pool_new(threads - 1);
-    pool_refused = pool == NULL;
+    pool =
+        pool_new(threads - 1); /* NULL: too little of something just now; asked again next time */
     return pool;
 }
 

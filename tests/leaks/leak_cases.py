@@ -110,6 +110,60 @@ def pad_prompt_response_numpy() -> Case:
 
 
 @case("pad_prompt_response", "make_jagged", "shift_predict_next", "left_pad")
+def batch_numpy_forms() -> Case:
+    """Every way in and every way to be refused, small and large enough to be split."""
+    values, offsets = ragged()
+    pair = (values, offsets)
+    nested_prompts = (np.zeros(6), np.array([0, 1, 3, 4, 6]))
+    nested_responses = (np.zeros(12), np.array([0, 2, 4, 8, 12]))
+    prompts, responses = np.zeros((4, 2)), np.zeros((4, 4))
+    mask = np.array(
+        [[0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]
+    )
+    gap = mask.copy()
+    gap[3, 2] = 0
+    wide = np.zeros((64, 2048))
+    like = (np.zeros(64 * 2048), np.arange(65) * 2048)
+    ones = np.ones(wide.shape, np.int64)
+
+    def call() -> None:
+        dense, _, _ = core.pad_prompt_response(pair, prompts, responses, mask)
+        core.pad_prompt_response(pair, nested_prompts, nested_responses, mask, pad_value=3)
+        core.pad_prompt_response(
+            pair, [1, 2, 1, 2], [2, 2, 4, 4], prompt_width=1, response_width=3, truncate=True
+        )
+        core.make_jagged(dense, mask, pair)
+        core.shift_predict_next(pair)
+        core.left_pad(dense[:, 1:], 9)
+        core.left_pad(dense, 6)
+        core.left_pad(dense, 3, on_wide="keep")
+        core.left_pad(wide, 2500)
+        core.make_jagged(wide, ones, like)
+        refused(core.PayloadError, core.left_pad, dense, 3)
+        refused(core.PayloadError, core.left_pad, values, 30)
+        refused(ValueError, core.left_pad, dense, 9, on_wide="crop")
+        refused(core.PayloadError, core.pad_prompt_response, pair, prompts, responses)
+        refused(core.PayloadError, core.pad_prompt_response, pair, prompts, responses, gap)
+        refused(core.PayloadError, core.pad_prompt_response, pair, prompts, [2, 2, 4, 4], mask)
+        refused(core.PayloadError, core.pad_prompt_response, pair, [1, "2"], [2, 2, 4, 4])
+        refused(core.PayloadError, core.pad_prompt_response, pair, [1, 2, 1, 2], [2, 2, 4, 4], gap)
+        refused(
+            core.PayloadError,
+            core.pad_prompt_response,
+            pair,
+            prompts,
+            responses,
+            mask,
+            pad_value=None,
+        )
+        refused(core.PayloadError, core.make_jagged, dense, gap, pair)
+        refused(core.PayloadError, core.make_jagged, dense, mask[:2], pair)
+        refused(core.PayloadError, core.shift_predict_next, (values[1:], offsets))
+
+    return Case(call, (values, offsets, pair, prompts, responses, mask, wide))
+
+
+@case("pad_prompt_response", "make_jagged", "shift_predict_next", "left_pad")
 def batch_torch() -> Case:
     import torch
 
@@ -127,6 +181,8 @@ def batch_torch() -> Case:
         refused(core.PayloadError, core.make_jagged, dense, mask[:2], nested)
         core.shift_predict_next(nested)
         refused(core.PayloadError, core.pad_prompt_response, nested, prompts, prompts[:1])
+        refused(core.PayloadError, core.left_pad, dense.to("meta"), 9)
+        refused(core.PayloadError, core.left_pad, dense.to(torch.cfloat).conj(), 9)
 
     return Case(call, (nested, prompts, responses))
 
