@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/arl_plan.h"
 
+#include "core/arl_threads.h"
+
 #include <stdlib.h>
 #include <string.h>
 
 enum {
-    TILE = 32, /* elements: a tile of a transposing copy touches TILE cache lines */
+    PIECE_BYTES = 1 << 20, /* what one thread takes at a time */
+    TILE = 32,             /* elements: a tile of a transposing copy touches TILE cache lines */
 };
 
 /* ---- shape ---------------------------------------------------------------------------------- */
@@ -236,6 +239,84 @@ void
 arl_copy_run_host(const arl_copy_t *copy, const char *src_base)
 {
     copy_run_units(copy, src_base, 0, copy_units(copy));
+}
+
+/* Pieces that a copy is split into, of about PIECE_BYTES each. */
+static int64_t
+copy_pieces(const arl_copy_t *copy)
+{
+    const int64_t units = copy_units(copy);
+    const int64_t bytes = arl_copy_bytes(copy);
+    const int64_t pieces = bytes / PIECE_BYTES + (bytes % PIECE_BYTES != 0);
+
+    return pieces < units ? pieces : units;
+}
+
+typedef struct plan_job {
+    const arl_plan_t *plan;
+    const char *const *bases;
+    const int64_t *first_piece; /* plan->count + 1 */
+} plan_job_t;
+
+/* The copy that piece `piece` belongs to: the last one that starts at or before it. */
+static int64_t
+job_find(const plan_job_t *job, int64_t piece)
+{
+    int64_t low = 0, high = job->plan->count - 1;
+
+    while (low < high) {
+        const int64_t middle = low + (high - low + 1) / 2;
+
+        if (job->first_piece[middle] <= piece) {
+            low = middle;
+        }
+        else {
+            high = middle - 1;
+        }
+    }
+    return low;
+}
+
+static void
+job_run(void *context, int64_t begin, int64_t end)
+{
+    const plan_job_t *job = context;
+
+    while (begin < end) {
+        const int64_t index = job_find(job, begin);
+        const arl_copy_t *copy = &job->plan->copies[index];
+        const int64_t first = job->first_piece[index];
+        const int64_t pieces = job->first_piece[index + 1] - first;
+        const int64_t last = end - first < pieces ? end - first : pieces;
+        const int64_t units = copy_units(copy);
+        const int64_t each = units / pieces, spare = units % pieces;
+        const int64_t from = begin - first;
+
+        /* The first `spare` pieces take one unit more. */
+        copy_run_units(copy, job->bases[copy->alloc], from * each + (from < spare ? from : spare),
+                       last * each + (last < spare ? last : spare));
+        begin = first + last;
+    }
+}
+
+arl_status_t
+arl_plan_run_host(const arl_plan_t *plan, const char *const *bases, arl_error_t *err)
+{
+    plan_job_t job = {.plan = plan, .bases = bases};
+    int64_t *first_piece = calloc((size_t)plan->count + 1, sizeof(*first_piece));
+
+    if (first_piece == NULL) {
+        return arl_error_set(err, ARL_ERR_NOMEM, "copy",
+                             "out of memory for the schedule of %lld copies; nothing was written",
+                             (long long)plan->count);
+    }
+    for (int64_t i = 0; i < plan->count; i++) {
+        first_piece[i + 1] = first_piece[i] + copy_pieces(&plan->copies[i]);
+    }
+    job.first_piece = first_piece;
+    arl_parallel_for(first_piece[plan->count], plan->total_bytes, job_run, &job);
+    free(first_piece);
+    return ARL_OK;
 }
 
 void

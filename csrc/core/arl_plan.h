@@ -19,6 +19,7 @@
 typedef struct arl_copy {
     uint32_t alloc;     /* index of the source allocation in the offer */
     uint32_t tensor;    /* index of the tensor in the offer, for messages */
+    uint32_t binding;   /* index of the receiver's binding, for messages and checksums */
     int64_t src_offset; /* bytes from the start of that allocation to the first element */
     char *dst;          /* first element of the destination */
     int64_t run_bytes;
@@ -47,6 +48,10 @@ int64_t arl_copy_bytes(const arl_copy_t *copy);
 
 /* Runs one copy on the host, reading from `src_base + src_offset`. */
 void arl_copy_run_host(const arl_copy_t *copy, const char *src_base);
+
+/* Runs all of them, over several threads; bases[copy->alloc] is where an allocation is mapped
+ * here. Fails, before the first byte, only for want of memory. Call it without the GIL. */
+arl_status_t arl_plan_run_host(const arl_plan_t *plan, const char *const *bases, arl_error_t *err);
 
 /* Frees the copies and empties the plan; safe on an empty one. `copies` is from malloc. */
 void arl_plan_free(arl_plan_t *plan);

@@ -124,6 +124,18 @@ arl_error_set_foreign(arl_error_t *err, arl_status_t code, arl_domain_t domain, 
     return code;
 }
 
+arl_status_t
+arl_error_copy(arl_error_t *err, const arl_error_t *from)
+{
+    if (err == NULL) {
+        return from->code;
+    }
+    if (err->code == ARL_OK) {
+        *err = *from;
+    }
+    return err->code;
+}
+
 void
 arl_error_clear(arl_error_t *err)
 {

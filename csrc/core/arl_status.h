@@ -25,6 +25,7 @@
     X(ARL_ERR_UNAVAILABLE, -8, "transport unavailable")                                            \
     X(ARL_ERR_CLOSED, -9, "object is closed")                                                      \
     X(ARL_ERR_INTERRUPTED, -10, "interrupted")                                                     \
+    X(ARL_ERR_PROCESS, -11, "used in another process")                                             \
     /* the peer or the exchange with it */                                                         \
     X(ARL_ERR_SYNC, -20, "weight sync failed")                                                     \
     X(ARL_ERR_MISMATCH, -21, "weights do not match")                                               \
@@ -89,6 +90,9 @@ arl_status_t arl_error_set_errno(arl_error_t *err, const char *operation, int er
 arl_status_t arl_error_set_foreign(arl_error_t *err, arl_status_t code, arl_domain_t domain,
                                    int64_t foreign, const char *operation, const char *format, ...)
     __attribute__((format(printf, 6, 7)));
+
+/* Hands a failure on that was described in a record of its own. Unless `err` is filled already. */
+arl_status_t arl_error_copy(arl_error_t *err, const arl_error_t *from);
 
 /* Empties a record so that it can be used for another call. */
 void arl_error_clear(arl_error_t *err);
