@@ -1,0 +1,431 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "transport/arl_receiver.h"
+
+#include "transport/arl_peer.h"
+#include "transport/arl_sender.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static const char PULL[] = "pull";
+
+/* Seconds since the last phase ended; this one ends now. */
+static double
+phase_end(arl_session_t *session)
+{
+    const int64_t now = arl_clock_ns();
+    const double seconds = (double)(now - session->mark_ns) / 1e9;
+
+    session->mark_ns = now;
+    return seconds;
+}
+
+/* ---- checks before anything is opened -------------------------------------------------------- */
+
+static arl_status_t
+check_origin(const arl_offer_t *offer, const arl_transport_t *transport, arl_error_t *err)
+{
+    arl_peer_t self;
+    arl_status_t status = arl_peer_self(&self, err);
+
+    if (status != ARL_OK || !transport->same_host) {
+        return status;
+    }
+    if (memcmp(self.boot_id, offer->sender.boot_id, sizeof(self.boot_id)) != 0) {
+        return arl_error_set(err, ARL_ERR_SYNC, PULL,
+                             "this offer is from another machine, or from before a reboot (%s, pid "
+                             "%lld); %s works within one machine only",
+                             offer->host, (long long)offer->sender.pid, transport->name);
+    }
+    if (self.pid_namespace != offer->sender.pid_namespace) {
+        return arl_error_set(err, ARL_ERR_SYNC, PULL,
+                             "this offer is from another container of this machine (%s): its "
+                             "processes cannot be seen from here, so its end would go unnoticed; "
+                             "run both with one PID namespace (docker: --pid, kubernetes: "
+                             "shareProcessNamespace)",
+                             offer->host);
+    }
+    return ARL_OK;
+}
+
+static arl_status_t
+check_new(const arl_receiver_t *receiver, const arl_offer_t *offer, arl_error_t *err)
+{
+    if (offer->epoch == 0) {
+        return arl_error_set(err, ARL_ERR_SYNC, PULL, "offer is not valid: it has version 0");
+    }
+    for (uint32_t i = 0; i < ARL_RECEIVER_SEEN_MAX; i++) {
+        if (receiver->seen[i].epoch >= offer->epoch &&
+            memcmp(receiver->seen[i].nonce, offer->nonce, sizeof(offer->nonce)) == 0) {
+            return arl_error_set(err, ARL_ERR_SYNC, PULL,
+                                 "this offer has version %llu, and version %llu of the same sender "
+                                 "was pulled already: offers are used once, and in order",
+                                 (unsigned long long)offer->epoch,
+                                 (unsigned long long)receiver->seen[i].epoch);
+        }
+    }
+    return ARL_OK;
+}
+
+static void
+remember(arl_receiver_t *receiver, const arl_offer_t *offer)
+{
+    uint32_t at;
+
+    for (at = 0; at < ARL_RECEIVER_SEEN_MAX; at++) {
+        if (receiver->seen[at].epoch != 0 &&
+            memcmp(receiver->seen[at].nonce, offer->nonce, sizeof(offer->nonce)) == 0) {
+            receiver->seen[at].epoch = offer->epoch;
+            return;
+        }
+    }
+    at = receiver->seen_next;
+    receiver->seen_next = (at + 1) % ARL_RECEIVER_SEEN_MAX;
+    memcpy(receiver->seen[at].nonce, offer->nonce, sizeof(offer->nonce));
+    receiver->seen[at].epoch = offer->epoch;
+}
+
+static arl_status_t
+check_verify(const arl_offer_t *offer, arl_verify_t verify, arl_error_t *err)
+{
+    if (verify > offer->verify) {
+        return arl_error_set(err, ARL_ERR_SYNC, PULL,
+                             "verify=\"%s\" needs checksums that this offer does not carry; make "
+                             "the sender with verify=\"%s\" too",
+                             verify == ARL_VERIFY_ALL ? "all" : "sample",
+                             verify == ARL_VERIFY_ALL ? "all" : "sample");
+    }
+    return ARL_OK;
+}
+
+/* Reads the offer and all that can be said about it by itself. */
+static arl_status_t
+read_offer(const arl_receiver_t *receiver, const void *bytes, size_t size, arl_session_t *session,
+           arl_error_t *err)
+{
+    arl_offer_t *offer = &session->offer;
+    arl_status_t status = arl_offer_decode(bytes, size, offer, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    session->transport = arl_transport_get(offer->transport);
+    if (session->transport == NULL) {
+        return arl_error_set(err, ARL_ERR_SYNC, PULL,
+                             "offer is not valid: transport %u is not known here",
+                             offer->transport);
+    }
+    ARL_CHECK_GOTO(status, session->transport->probe(err), done);
+    ARL_CHECK_GOTO(status, check_origin(offer, session->transport, err), done);
+    ARL_CHECK_GOTO(status, check_new(receiver, offer, err), done);
+    ARL_CHECK_GOTO(status, check_verify(offer, session->verify, err), done);
+    if (session->transport->same_host && offer->control[0] == '\0') {
+        status =
+            arl_error_set(err, ARL_ERR_SYNC, PULL, "offer is not valid: %s needs a control block",
+                          session->transport->name);
+    }
+done:
+    return status;
+}
+
+/* ---- the plan -------------------------------------------------------------------------------- */
+
+static void
+forget_plan(arl_receiver_t *receiver)
+{
+    arl_plan_free(&receiver->plan);
+    arl_offer_free(&receiver->plan_offer);
+    receiver->planned = false;
+}
+
+void
+arl_receiver_rebind(arl_receiver_t *receiver)
+{
+    forget_plan(receiver);
+}
+
+/* Takes the plan at hand when it was made for the same layout, or makes one. */
+static arl_status_t
+make_plan(arl_receiver_t *receiver, const void *bytes, size_t size, arl_session_t *session,
+          arl_error_t *err)
+{
+    arl_plan_t plan;
+    arl_plan_report_t report;
+    arl_offer_t kept;
+    arl_status_t status;
+
+    session->fresh = !receiver->planned ||
+                     !arl_offer_same_layout(&receiver->plan_offer, &session->offer) ||
+                     receiver->plan_offer.transport != session->offer.transport;
+    if (!session->fresh) {
+        return ARL_OK;
+    }
+    status = arl_plan_build(&session->offer, &receiver->set, session->transport->name, &plan,
+                            &report, err);
+    if (status != ARL_OK) {
+        return status;
+    }
+    status = arl_offer_decode(bytes, size, &kept, err); /* a copy that outlives the session */
+    if (status != ARL_OK) {
+        arl_plan_free(&plan);
+        return status;
+    }
+    forget_plan(receiver);
+    receiver->plan = plan;
+    receiver->report = report;
+    receiver->plan_offer = kept;
+    receiver->planned = true;
+    return ARL_OK;
+}
+
+/* ---- a session ------------------------------------------------------------------------------- */
+
+static void
+close_session(arl_session_t *session)
+{
+    if (session->pull.local != NULL) {
+        arl_export_drop(session->pull.local);
+        session->pull.local = NULL;
+    }
+    arl_control_close(session->pull.control);
+    session->pull.control = NULL;
+    arl_offer_free(&session->offer);
+}
+
+static arl_status_t
+open_session(arl_receiver_t *receiver, const void *bytes, size_t size, arl_session_t *session,
+             arl_error_t *err)
+{
+    arl_import_t **kept = &receiver->kept[session->transport->id];
+    arl_status_t status = ARL_OK;
+
+    if (session->offer.control[0] != '\0') {
+        ARL_CHECK_GOTO(status, arl_control_attach(&session->offer, &session->pull.control, err),
+                       done);
+    }
+    session->stats.open_s = phase_end(session);
+    ARL_CHECK_GOTO(status, make_plan(receiver, bytes, size, session, err), done);
+    session->pull.plan = &receiver->plan;
+    session->stats.validate_s += phase_end(session);
+    session->pull.local = arl_export_find(&session->offer);
+    session->import = *kept;
+    *kept = NULL;
+    status = session->transport->open(&session->pull, &session->import, err);
+    session->stats.open_s += phase_end(session);
+done:
+    return status;
+}
+
+arl_status_t
+arl_receiver_begin(arl_receiver_t *receiver, const void *bytes, size_t size, arl_verify_t verify,
+                   bool views, arl_deadline_t *deadline, arl_session_t *session_p, arl_error_t *err)
+{
+    arl_error_t reason = ARL_ERROR_INIT;
+    arl_session_t *session = session_p;
+    arl_status_t status;
+
+    memset(session, 0, sizeof(*session));
+    session->mark_ns = deadline->start_ns;
+    session->verify = verify;
+    session->was_torn = receiver->torn;
+    session->pull.offer = &session->offer;
+    session->pull.views = views;
+    session->pull.deadline = deadline;
+    status = read_offer(receiver, bytes, size, session, &reason);
+    session->stats.validate_s = phase_end(session);
+    if (status == ARL_OK) {
+        status = open_session(receiver, bytes, size, session, &reason);
+    }
+    if (status != ARL_OK) {
+        if (session->import != NULL) {
+            session->transport->close(&session->import, false);
+        }
+        if (session->pull.control != NULL) {
+            arl_control_fail(session->pull.control, &reason);
+        }
+        close_session(session);
+        return arl_error_copy(err, &reason);
+    }
+    session->stats.transport = session->transport;
+    memcpy(session->stats.fallback, session->offer.fallback, sizeof(session->stats.fallback));
+    session->stats.version = session->offer.epoch;
+    session->stats.tensors = receiver->report.tensors;
+    session->stats.untouched = receiver->report.untouched;
+    session->stats.bytes = receiver->plan.total_bytes;
+    session->stats.extra_bytes = session->import->extra_bytes;
+    return ARL_OK;
+}
+
+void
+arl_receiver_tear(arl_receiver_t *receiver, arl_session_t *session)
+{
+    receiver->torn = true;
+    (void)snprintf(receiver->torn_text, sizeof(receiver->torn_text),
+                   "version %llu is being written", (unsigned long long)session->offer.epoch);
+    if (session->pull.control != NULL) {
+        arl_control_set_slot(session->pull.control, ARL_SLOT_WRITING);
+    }
+}
+
+/* Compares the checksum of one copied tensor with the sender's. A destination that took a part
+ * only is compared with that part, and the whole source with the checksum. */
+static arl_status_t
+verify_copy(const arl_receiver_t *receiver, arl_session_t *session, const arl_copy_t *copy,
+            arl_error_t *err)
+{
+    const arl_binding_t *binding = &receiver->set.bindings[copy->binding];
+    const arl_offer_tensor_t *tensor = &session->offer.tensors[copy->tensor];
+    uint64_t wanted = tensor->checksum, found;
+    arl_status_t status;
+
+    if (binding->dim >= 0) {
+        const char *const *bases = session->import->bases;
+        arl_view_t source, box;
+
+        if (bases == NULL) {
+            return ARL_OK; /* streamed: the whole source is nowhere */
+        }
+        source = arl_offer_tensor_view(&session->offer, copy->tensor, bases[copy->alloc]);
+        box = arl_binding_box(binding, &source);
+        status = session->transport->checksum(&session->pull, &source, &found, err);
+        if (status != ARL_OK) {
+            return status;
+        }
+        if (found != wanted) {
+            goto differs;
+        }
+        status = session->transport->checksum(&session->pull, &box, &wanted, err);
+        if (status != ARL_OK) {
+            return status;
+        }
+    }
+    status = session->transport->checksum(&session->pull, &binding->dst, &found, err);
+    if (status != ARL_OK) {
+        return status;
+    }
+    if (found == wanted) {
+        session->stats.verified++;
+        return ARL_OK;
+    }
+differs:
+    return arl_error_set(err, ARL_ERR_SYNC, "verify",
+                         "%.*s: the checksum is %016llx after the copy, the sender's is %016llx; "
+                         "was the tensor written to during the sync?",
+                         (int)tensor->name_length, tensor->name, (unsigned long long)found,
+                         (unsigned long long)wanted);
+}
+
+static arl_status_t
+verify_all(const arl_receiver_t *receiver, arl_session_t *session, arl_error_t *err)
+{
+    for (int64_t i = 0; i < receiver->plan.count; i++) {
+        const arl_copy_t *copy = &receiver->plan.copies[i];
+        arl_status_t status;
+
+        if (session->verify == ARL_VERIFY_SAMPLE &&
+            !arl_offer_sampled(&session->offer, copy->tensor)) {
+            continue;
+        }
+        status = verify_copy(receiver, session, copy, err);
+        if (status != ARL_OK) {
+            return status;
+        }
+    }
+    return ARL_OK;
+}
+
+arl_status_t
+arl_receiver_copy(arl_receiver_t *receiver, arl_session_t *session, arl_error_t *err)
+{
+    arl_status_t status;
+
+    arl_receiver_tear(receiver, session);
+    status = session->transport->copy(&session->pull, session->import, err);
+    session->stats.copy_s = phase_end(session);
+    if (status == ARL_OK && session->verify != ARL_VERIFY_NONE) {
+        status = verify_all(receiver, session, err);
+        session->stats.verify_s = phase_end(session);
+    }
+    return status;
+}
+
+void
+arl_receiver_end(arl_receiver_t *receiver, arl_session_t *session, const arl_error_t *reason)
+{
+    const bool whole = receiver->report.untouched == 0;
+
+    (void)phase_end(session);
+    if (session->import != NULL) {
+        session->transport->close(&session->import, receiver->keep_mapped && reason == NULL);
+        receiver->kept[session->transport->id] = session->import;
+        session->import = NULL;
+    }
+    if (reason == NULL) {
+        /* Part of a set of weights does not make another mixture whole. */
+        receiver->torn = session->was_torn && !whole;
+        remember(receiver, &session->offer);
+        if (whole) {
+            receiver->versioned = true;
+            receiver->version = session->offer.epoch;
+        }
+        if (session->pull.control != NULL) {
+            arl_control_set_slot(session->pull.control, ARL_SLOT_DONE);
+        }
+    }
+    else {
+        (void)snprintf(receiver->torn_text, sizeof(receiver->torn_text),
+                       "the pull of version %llu failed: %.180s",
+                       (unsigned long long)session->offer.epoch, reason->text);
+        if (session->pull.control != NULL) {
+            arl_control_fail(session->pull.control, reason);
+        }
+    }
+    close_session(session);
+    session->stats.close_s = phase_end(session);
+    session->stats.total_s = arl_deadline_elapsed_s(session->pull.deadline);
+}
+
+arl_status_t
+arl_receiver_pull(arl_receiver_t *receiver, const void *bytes, size_t size, arl_verify_t verify,
+                  arl_deadline_t *deadline, arl_sync_stats_t *stats_p, bool *fresh_p,
+                  arl_error_t *err)
+{
+    arl_error_t reason = ARL_ERROR_INIT;
+    arl_session_t session;
+    arl_status_t status =
+        arl_receiver_begin(receiver, bytes, size, verify, false, deadline, &session, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    status = arl_receiver_copy(receiver, &session, &reason);
+    arl_receiver_end(receiver, &session, status == ARL_OK ? NULL : &reason);
+    if (status != ARL_OK) {
+        return arl_error_copy(err, &reason);
+    }
+    *stats_p = session.stats;
+    *fresh_p = session.fresh;
+    return ARL_OK;
+}
+
+int64_t
+arl_receiver_live(const arl_receiver_t *receiver)
+{
+    int64_t count = 0;
+
+    for (int i = 0; i < ARL_TRANSPORT_COUNT; i++) {
+        count += receiver->kept[i] != NULL ? receiver->kept[i]->mappings : 0;
+    }
+    return count;
+}
+
+void
+arl_receiver_close(arl_receiver_t *receiver)
+{
+    for (int i = 0; i < ARL_TRANSPORT_COUNT; i++) {
+        if (receiver->kept[i] != NULL) {
+            receiver->kept[i]->transport->close(&receiver->kept[i], false);
+        }
+    }
+    forget_plan(receiver);
+}

@@ -1,0 +1,425 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "transport/arl_sender.h"
+
+#include "core/arl_names.h"
+
+#include "transport/arl_peer.h"
+#include "transport/arl_shm.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static const char OFFER[] = "offer";
+static const char SERVE[] = "serve";
+static const char RELEASE[] = "release";
+
+/* ---- the registry: offers of this process ---------------------------------------------------- */
+
+static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t registry_once = PTHREAD_ONCE_INIT;
+static arl_export_t *registry;
+
+/* A child has none of its own yet, and its copy of the parent's is not to be used. */
+static void
+registry_after_fork(void)
+{
+    (void)pthread_mutex_init(&registry_lock, NULL);
+    registry = NULL;
+}
+
+static void
+registry_prepare(void)
+{
+    (void)pthread_atfork(NULL, NULL, registry_after_fork);
+}
+
+static void
+registry_add(arl_export_t *export)
+{
+    (void)pthread_once(&registry_once, registry_prepare);
+    (void)pthread_mutex_lock(&registry_lock);
+    export->references = 1;
+    export->next = registry;
+    registry = export;
+    (void)pthread_mutex_unlock(&registry_lock);
+}
+
+static void
+registry_remove(arl_export_t *export) /* with the lock held */
+{
+    for (arl_export_t **at = &registry; *at != NULL; at = &(*at)->next) {
+        if (*at == export) {
+            *at = export->next;
+            return;
+        }
+    }
+}
+
+arl_export_t *
+arl_export_find(const arl_offer_t *offer)
+{
+    arl_export_t *found;
+
+    (void)pthread_mutex_lock(&registry_lock);
+    for (found = registry; found != NULL; found = found->next) {
+        if (found->epoch == offer->epoch &&
+            memcmp(found->nonce, offer->nonce, sizeof(found->nonce)) == 0) {
+            found->references++;
+            break;
+        }
+    }
+    (void)pthread_mutex_unlock(&registry_lock);
+    return found;
+}
+
+arl_export_t *
+arl_export_hold(arl_export_t *export)
+{
+    (void)pthread_mutex_lock(&registry_lock);
+    export->references++;
+    (void)pthread_mutex_unlock(&registry_lock);
+    return export;
+}
+
+void
+arl_export_drop(arl_export_t *export)
+{
+    bool last;
+
+    (void)pthread_mutex_lock(&registry_lock);
+    last = --export->references == 0;
+    if (last) {
+        registry_remove(export);
+    }
+    (void)pthread_mutex_unlock(&registry_lock);
+    if (last) {
+        export->transport->destroy(export, false);
+    }
+}
+
+/* ---- making an offer ------------------------------------------------------------------------- */
+
+arl_status_t
+arl_sender_init(arl_sender_t *sender, arl_error_t *err)
+{
+    memset(sender, 0, sizeof(*sender));
+    return arl_random(sender->nonce, sizeof(sender->nonce), err);
+}
+
+/* What makes two tensors the same: the key of the alias table. No padding inside. */
+typedef struct alias_key {
+    uint64_t data;
+    uint64_t dtype;
+    int64_t ndim;
+    int64_t shape[ARL_VIEW_DIMS_MAX];
+    int64_t strides[ARL_VIEW_DIMS_MAX];
+} alias_key_t;
+
+static arl_status_t
+find_aliases(const arl_source_t *sources, uint32_t count, uint32_t *alias_of, arl_error_t *err)
+{
+    alias_key_t *keys = calloc((size_t)count + 1, sizeof(*keys));
+    arl_names_t table = {0};
+    arl_status_t status;
+
+    if (keys == NULL) {
+        return arl_error_set(err, ARL_ERR_NOMEM, OFFER, "out of memory for %u tensors", count);
+    }
+    ARL_CHECK_GOTO(status, arl_names_init(&table, count, err), free_keys);
+    for (uint32_t i = 0; i < count; i++) {
+        const arl_view_t *view = &sources[i].view;
+        const size_t size = (size_t)view->ndim * sizeof(view->shape[0]);
+
+        alias_of[i] = i;
+        if (view->data == NULL) { /* a specification, or no elements */
+            continue;
+        }
+        keys[i].data = (uint64_t)(uintptr_t)view->data;
+        keys[i].dtype = (uint64_t)view->dtype;
+        keys[i].ndim = view->ndim;
+        memcpy(keys[i].shape, view->shape, size);
+        memcpy(keys[i].strides, view->strides, size);
+        alias_of[i] = arl_names_add(&table, (const char *)&keys[i], sizeof(keys[i]), i);
+    }
+    arl_names_free(&table);
+free_keys:
+    free(keys);
+    return status;
+}
+
+static arl_status_t
+check_sources(const arl_source_t *sources, uint32_t count, arl_error_t *err)
+{
+    arl_names_t table = {0};
+    arl_status_t status = arl_names_init(&table, count, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    if (count == 0) {
+        status = arl_error_set(err, ARL_ERR_VALUE, OFFER, "there are no tensors to offer");
+    }
+    for (uint32_t i = 0; i < count && status == ARL_OK; i++) {
+        if (sources[i].name_length == 0) {
+            status = arl_error_set(err, ARL_ERR_VALUE, OFFER, "tensor %u has an empty name", i);
+        }
+        else if (arl_names_add(&table, sources[i].name, sources[i].name_length, i) != i) {
+            status = arl_error_set(err, ARL_ERR_VALUE, OFFER, "the name %.*s comes twice",
+                                   (int)sources[i].name_length, sources[i].name);
+        }
+    }
+    arl_names_free(&table);
+    return status;
+}
+
+/* All of the offer that is the same for every transport. */
+static arl_status_t
+fill_offer(const arl_sender_t *sender, const arl_export_request_t *request, arl_offer_t *offer,
+           arl_error_t *err)
+{
+    arl_offer_tensor_t *tensors = calloc((size_t)request->count + 1, sizeof(*tensors));
+
+    if (tensors == NULL) {
+        return arl_error_set(err, ARL_ERR_NOMEM, OFFER, "out of memory for %u tensors",
+                             request->count);
+    }
+    for (uint32_t i = 0; i < request->count; i++) {
+        const arl_source_t *source = &request->sources[i];
+
+        tensors[i].name = source->name;
+        tensors[i].name_length = source->name_length;
+        tensors[i].dtype = source->view.dtype;
+        tensors[i].ndim = source->view.ndim;
+        memcpy(tensors[i].shape, source->view.shape,
+               (size_t)source->view.ndim * sizeof(tensors[i].shape[0]));
+        tensors[i].alias_of = request->alias_of[i];
+    }
+    offer->tensors = tensors;
+    offer->tensor_count = request->count;
+    offer->verify = request->verify;
+    offer->receivers = request->receivers;
+    offer->senders = 1;
+    offer->sender = sender->self;
+    memcpy(offer->nonce, sender->nonce, sizeof(offer->nonce));
+    offer->epoch = sender->epoch;
+    if (gethostname(offer->host, sizeof(offer->host)) != 0) {
+        offer->host[0] = '\0';
+    }
+    offer->host[sizeof(offer->host) - 1] = '\0';
+    return ARL_OK;
+}
+
+static void
+free_offer(arl_offer_t *offer)
+{
+    free(offer->tensors);
+    free(offer->allocs);
+    memset(offer, 0, sizeof(*offer));
+}
+
+static void
+fill_stats(const arl_sender_t *sender, const arl_export_t *export, const arl_offer_t *offer,
+           const arl_deadline_t *deadline, arl_sync_stats_t *stats)
+{
+    memset(stats, 0, sizeof(*stats));
+    stats->transport = export->transport;
+    memcpy(stats->fallback, offer->fallback, sizeof(stats->fallback));
+    stats->tensors = offer->tensor_count;
+    stats->bytes = export->bytes;
+    stats->version = sender->epoch;
+    stats->offer_s = arl_deadline_elapsed_s(deadline);
+    stats->extra_bytes = export->extra_bytes;
+}
+
+/* Makes the export and its control block; on success the sender owns the export and `offer`. */
+static arl_status_t
+make_export(arl_sender_t *sender, const arl_export_request_t *request, uint8_t **bytes_p,
+            size_t *size_p, arl_error_t *err)
+{
+    const arl_transport_t *transport;
+    arl_export_t *export = NULL;
+    arl_offer_t offer = {0};
+    arl_status_t status;
+
+    ARL_CHECK_GOTO(status, fill_offer(sender, request, &offer, err), free_offer);
+    ARL_CHECK_GOTO(status,
+                   arl_transport_choose(&sender->choice, request, &transport, offer.fallback, err),
+                   free_offer);
+    offer.transport = (uint32_t)transport->id;
+    ARL_CHECK_GOTO(status, transport->offer(request, &offer, &export, err), free_offer);
+    export->transport = transport;
+    export->tensors = request->count;
+    export->epoch = sender->epoch;
+    memcpy(export->nonce, sender->nonce, sizeof(export->nonce));
+    ARL_CHECK_GOTO(
+        status,
+        arl_control_create(request->receivers, sender->nonce, sender->epoch, &export->control, err),
+        destroy_export);
+    (void)snprintf(offer.control, sizeof(offer.control), "%s", arl_control_name(export->control));
+    ARL_CHECK_GOTO(status, arl_offer_encode(&offer, bytes_p, size_p, err), destroy_export);
+    registry_add(export);
+    fill_stats(sender, export, &offer, request->deadline, &sender->stats);
+    sender->current = export;
+    sender->offer = offer;
+    return ARL_OK;
+destroy_export:
+    arl_control_close(export->control);
+    export->control = NULL;
+    transport->destroy(export, false);
+free_offer:
+    free_offer(&offer);
+    return status;
+}
+
+arl_status_t
+arl_sender_offer(arl_sender_t *sender, const arl_source_t *sources, uint32_t count, uint64_t epoch,
+                 void *stream, arl_deadline_t *deadline, uint8_t **bytes_p, size_t *size_p,
+                 arl_error_t *err)
+{
+    const uint64_t last = sender->epoch;
+    arl_export_request_t request = {
+        .sources = sources,
+        .count = count,
+        .receivers = sender->receivers,
+        .verify = sender->verify,
+        .ring_bytes = sender->ring_bytes,
+        .stream = stream,
+        .deadline = deadline,
+    };
+    uint32_t *alias_of;
+    arl_status_t status = check_sources(sources, count, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    if (epoch != 0 && epoch <= last) {
+        return arl_error_set(err, ARL_ERR_VALUE, OFFER,
+                             "version %llu is not above %llu, the version of the last offer",
+                             (unsigned long long)epoch, (unsigned long long)last);
+    }
+    status = arl_sender_release(sender, deadline, err);
+    if (status != ARL_OK || (status = arl_peer_self(&sender->self, err)) != ARL_OK) {
+        return status;
+    }
+    alias_of = malloc(((size_t)count + 1) * sizeof(*alias_of));
+    if (alias_of == NULL) {
+        return arl_error_set(err, ARL_ERR_NOMEM, OFFER, "out of memory for %u tensors", count);
+    }
+    request.alias_of = alias_of;
+    arl_shm_sweep();
+    sender->epoch = epoch != 0 ? epoch : last + 1;
+    ARL_CHECK_GOTO(status, find_aliases(sources, count, alias_of, err), free_aliases);
+    ARL_CHECK_GOTO(status, make_export(sender, &request, bytes_p, size_p, err), free_aliases);
+free_aliases:
+    if (status != ARL_OK) {
+        sender->epoch = last;
+    }
+    free(alias_of);
+    return status;
+}
+
+/* ---- serving and ending ---------------------------------------------------------------------- */
+
+arl_status_t
+arl_sender_serve(arl_sender_t *sender, const arl_feed_t *feed, arl_deadline_t *deadline,
+                 arl_sync_stats_t *stats_p, arl_error_t *err)
+{
+    arl_export_t *export = sender->current;
+    arl_error_t reason = ARL_ERROR_INIT;
+    arl_status_t status = ARL_OK;
+
+    if (export == NULL) {
+        return arl_error_set(err, ARL_ERR_SYNC, SERVE, "there is no offer to serve; call offer()");
+    }
+    if (feed != NULL && !export->transport->streams) {
+        return arl_error_set(err, ARL_ERR_VALUE, SERVE,
+                             "%s took the tensors at offer(); serve() takes none",
+                             export->transport->name);
+    }
+    arl_control_set_sender(export->control, ARL_SENDER_SERVING);
+    if (export->transport->streams) {
+        status = export->transport->serve(export, &sender->offer, feed, deadline, &reason);
+    }
+    if (status == ARL_OK) {
+        status = arl_control_wait_receivers(export->control, deadline, &reason);
+    }
+    if (status != ARL_OK) {
+        /* Without a stream to finish, receivers that are still at it may well succeed. */
+        if (export->transport->streams) {
+            arl_control_fail(export->control, &reason);
+        }
+        return arl_error_copy(err, &reason);
+    }
+    arl_control_set_sender(export->control, ARL_SENDER_SERVED);
+    sender->stats.copy_s = arl_deadline_elapsed_s(deadline);
+    sender->stats.total_s = sender->stats.offer_s + sender->stats.copy_s;
+    *stats_p = sender->stats;
+    return ARL_OK;
+}
+
+static bool
+release_ready(void *context)
+{
+    return arl_control_active(context) == 0;
+}
+
+arl_status_t
+arl_sender_release(arl_sender_t *sender, arl_deadline_t *deadline, arl_error_t *err)
+{
+    arl_export_t *export = sender->current;
+
+    if (export == NULL) {
+        return ARL_OK;
+    }
+    arl_control_set_sender(export->control, ARL_SENDER_RELEASED);
+    if (export->transport->in_place) {
+        arl_status_t status = arl_deadline_wait(deadline, release_ready, NULL, export->control);
+
+        if (status != ARL_OK) {
+            return arl_error_set(err, status, RELEASE,
+                                 "after %.1f s, %u receivers still read this memory; it must not "
+                                 "be freed or written to yet",
+                                 arl_deadline_elapsed_s(deadline),
+                                 arl_control_active(export->control));
+        }
+    }
+    arl_sender_abandon(sender, false);
+    return ARL_OK;
+}
+
+void
+arl_sender_abandon(arl_sender_t *sender, bool forked)
+{
+    arl_export_t *export = sender->current;
+
+    if (export == NULL) {
+        return;
+    }
+    sender->current = NULL;
+    free_offer(&sender->offer);
+    if (forked) {
+        arl_control_forget(export->control);
+        export->control = NULL;
+        export->transport->destroy(export, true);
+        return;
+    }
+    arl_control_close(export->control);
+    export->control = NULL;
+    arl_export_drop(export);
+}
+
+int64_t
+arl_sender_live(const arl_sender_t *sender)
+{
+    int64_t count = 0;
+
+    (void)pthread_mutex_lock(&registry_lock);
+    for (const arl_export_t *at = registry; at != NULL; at = at->next) {
+        count += memcmp(at->nonce, sender->nonce, sizeof(at->nonce)) == 0;
+    }
+    (void)pthread_mutex_unlock(&registry_lock);
+    return count;
+}

@@ -1,0 +1,201 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "transport/arl_transport.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static const char CHOOSE[] = "choose transport";
+
+static const arl_transport_t *const transports[ARL_TRANSPORT_COUNT] = {
+#define ARL_TRANSPORT_ENTRY(name, value, field) [value] = &arl_transport_##field,
+    ARL_TRANSPORT_TABLE(ARL_TRANSPORT_ENTRY)
+#undef ARL_TRANSPORT_ENTRY
+};
+
+/* ---- transports to come ---------------------------------------------------------------------- */
+
+#define ARL_TRANSPORT_TO_COME(field, constant, streams_, in_place_, same_host_, instead)           \
+    static arl_status_t field##_probe(arl_error_t *err)                                            \
+    {                                                                                              \
+        return arl_error_set(err, ARL_ERR_UNAVAILABLE, CHOOSE,                                     \
+                             "this version of arctic_rl_c has no " #field                          \
+                             " transport yet; " instead);                                          \
+    }                                                                                              \
+    const arl_transport_t arl_transport_##field = {                                                \
+        .id = constant,                                                                            \
+        .name = #field,                                                                            \
+        .needs_gpu = true,                                                                         \
+        .same_host = (same_host_),                                                                 \
+        .streams = (streams_),                                                                     \
+        .in_place = (in_place_),                                                                   \
+        .probe = field##_probe,                                                                    \
+    }
+
+ARL_TRANSPORT_TO_COME(cuda_ipc, ARL_TRANSPORT_CUDA_IPC, false, true, true,
+                      "keep the parameters in CPU memory and it is host_shm");
+ARL_TRANSPORT_TO_COME(ring, ARL_TRANSPORT_RING, true, false, true,
+                      "leave low_memory out, and keep the parameters in CPU memory for host_shm");
+ARL_TRANSPORT_TO_COME(nccl, ARL_TRANSPORT_NCCL, true, false, false,
+                      "on one machine, keep the parameters in CPU memory for host_shm");
+
+/* ---- table ----------------------------------------------------------------------------------- */
+
+const arl_transport_t *
+arl_transport_get(uint32_t id)
+{
+    return id < ARL_TRANSPORT_COUNT ? transports[id] : NULL;
+}
+
+const arl_transport_t *
+arl_transport_find(const char *name)
+{
+    for (uint32_t i = 0; i < ARL_TRANSPORT_COUNT; i++) {
+        if (transports[i] != NULL && strcmp(transports[i]->name, name) == 0) {
+            return transports[i];
+        }
+    }
+    return NULL;
+}
+
+/* ---- choice ---------------------------------------------------------------------------------- */
+
+/* Where all the tensors are. A mixture is refused, with one name of each kind. */
+static arl_status_t
+find_device(const arl_export_request_t *request, arl_device_type_t *device_p, arl_error_t *err)
+{
+    const arl_source_t *first = &request->sources[0];
+
+    for (uint32_t i = 0; i < request->count; i++) {
+        const arl_source_t *source = &request->sources[i];
+
+        if (source->view.device_type == ARL_DEVICE_OTHER) {
+            return arl_error_set(err, ARL_ERR_VALUE, CHOOSE,
+                                 "%.*s is neither in CPU nor in CUDA memory (a meta tensor?); move "
+                                 "it first",
+                                 (int)source->name_length, source->name);
+        }
+        if (source->view.device_type != first->view.device_type) {
+            return arl_error_set(err, ARL_ERR_VALUE, CHOOSE,
+                                 "%.*s is in %s memory and %.*s in %s memory; one sender serves "
+                                 "one kind: move them together, or use two senders",
+                                 (int)first->name_length, first->name,
+                                 first->view.device_type == ARL_DEVICE_CPU ? "CPU" : "CUDA",
+                                 (int)source->name_length, source->name,
+                                 source->view.device_type == ARL_DEVICE_CPU ? "CPU" : "CUDA");
+        }
+    }
+    *device_p = first->view.device_type;
+    return ARL_OK;
+}
+
+/* Wishes that no machine could fulfil together. */
+static arl_status_t
+check_wishes(const arl_choice_t *choice, const arl_transport_t *named, arl_error_t *err)
+{
+    if (choice->low_memory == 1 && choice->cuda_ipc == 0) {
+        return arl_error_set(err, ARL_ERR_VALUE, CHOOSE,
+                             "low_memory=True is a form of CUDA IPC and cuda_ipc=False forbids it");
+    }
+    if (named == NULL) {
+        return ARL_OK;
+    }
+    if (choice->cuda_ipc == 1 && named->id != ARL_TRANSPORT_CUDA_IPC &&
+        named->id != ARL_TRANSPORT_RING) {
+        return arl_error_set(err, ARL_ERR_VALUE, CHOOSE,
+                             "cuda_ipc=True contradicts transport=\"%s\"", named->name);
+    }
+    if (choice->cuda_ipc == 0 &&
+        (named->id == ARL_TRANSPORT_CUDA_IPC || named->id == ARL_TRANSPORT_RING)) {
+        return arl_error_set(err, ARL_ERR_VALUE, CHOOSE,
+                             "cuda_ipc=False contradicts transport=\"%s\"", named->name);
+    }
+    if (choice->low_memory >= 0 && (choice->low_memory == 1) != (named->id == ARL_TRANSPORT_RING)) {
+        return arl_error_set(err, ARL_ERR_VALUE, CHOOSE,
+                             "low_memory=%s contradicts transport=\"%s\"",
+                             choice->low_memory == 1 ? "True" : "False", named->name);
+    }
+    return ARL_OK;
+}
+
+static const arl_transport_t *
+default_transport(const arl_choice_t *choice, arl_device_type_t device)
+{
+    if (device == ARL_DEVICE_CPU) {
+        return choice->low_memory == 1 ? &arl_transport_ring
+               : choice->cuda_ipc == 1 ? &arl_transport_cuda_ipc
+                                       : &arl_transport_host_shm;
+    }
+    if (choice->cuda_ipc == 0) {
+        return choice->colocated == 0 ? &arl_transport_nccl : &arl_transport_host_shm;
+    }
+    if (choice->low_memory == 1) {
+        return &arl_transport_ring;
+    }
+    if (choice->cuda_ipc < 0 && choice->colocated == 0) {
+        return &arl_transport_nccl;
+    }
+    return &arl_transport_cuda_ipc;
+}
+
+static arl_status_t
+check_device(const arl_transport_t *transport, arl_device_type_t device, arl_error_t *err)
+{
+    if (transport->needs_gpu && device != ARL_DEVICE_CUDA) {
+        return arl_error_set(err, ARL_ERR_UNAVAILABLE, CHOOSE,
+                             "%s moves tensors of GPU memory, and these are in CPU memory; without "
+                             "cuda_ipc, low_memory and transport they go over host_shm",
+                             transport->name);
+    }
+    if (!transport->needs_gpu && device != ARL_DEVICE_CPU) {
+        return arl_error_set(err, ARL_ERR_UNAVAILABLE, CHOOSE,
+                             "%s moves tensors of CPU memory, and these are in GPU memory; offer "
+                             "CPU copies of them (.cpu()), or allow cuda_ipc",
+                             transport->name);
+    }
+    return ARL_OK;
+}
+
+arl_status_t
+arl_transport_choose(const arl_choice_t *choice, const arl_export_request_t *request,
+                     const arl_transport_t **transport_p, char *fallback, arl_error_t *err)
+{
+    const arl_transport_t *transport = NULL;
+    arl_error_t reason = ARL_ERROR_INIT;
+    arl_device_type_t device = ARL_DEVICE_CPU;
+    arl_status_t status;
+
+    fallback[0] = '\0';
+    if (choice->transport != NULL) {
+        transport = arl_transport_find(choice->transport);
+        if (transport == NULL) {
+            return arl_error_set(err, ARL_ERR_VALUE, CHOOSE,
+                                 "transport \"%.40s\" is not known; there are host_shm, cuda_ipc, "
+                                 "ring and nccl",
+                                 choice->transport);
+        }
+    }
+    status = check_wishes(choice, transport, err);
+    if (status != ARL_OK || (status = find_device(request, &device, err)) != ARL_OK) {
+        return status;
+    }
+    if (transport == NULL) {
+        transport = default_transport(choice, device);
+    }
+    status = check_device(transport, device, err);
+    if (status != ARL_OK || (status = transport->probe(err)) != ARL_OK) {
+        return status;
+    }
+    if (transport->accepts != NULL && transport->accepts(request, &reason) != ARL_OK) {
+        if (transport->id != ARL_TRANSPORT_CUDA_IPC || reason.code != ARL_ERR_UNAVAILABLE ||
+            choice->low_memory == 0) {
+            return arl_error_copy(err, &reason);
+        }
+        /* Memory that has no handle can still be copied through a ring of memory that has. */
+        transport = &arl_transport_ring;
+        (void)snprintf(fallback, ARL_OFFER_REASON_MAX, "%.*s", ARL_OFFER_REASON_MAX - 1,
+                       reason.text);
+        status = transport->probe(err);
+    }
+    *transport_p = transport;
+    return status;
+}
