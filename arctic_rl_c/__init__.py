@@ -8,11 +8,15 @@ from arctic_rl_c._core import (
     PayloadError,
     PeerLostError,
     PeerTimeoutError,
+    SyncStats,
     TornWeightsError,
     TransportUnavailableError,
     WeightMismatchError,
+    WeightReceiver,
+    WeightSender,
     WeightSyncError,
     WireError,
+    WrongProcessError,
     left_pad,
     make_jagged,
     normalize_config,
@@ -20,25 +24,32 @@ from arctic_rl_c._core import (
     shift_predict_next,
     thread_count,
 )
+from arctic_rl_c.weights import Binding, weight_norm
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArcticError",
+    "Binding",
     "ClosedError",
     "ConfigError",
     "PayloadError",
     "PeerLostError",
     "PeerTimeoutError",
+    "SyncStats",
     "TornWeightsError",
     "TransportUnavailableError",
     "WeightMismatchError",
+    "WeightReceiver",
+    "WeightSender",
     "WeightSyncError",
     "WireError",
+    "WrongProcessError",
     "left_pad",
     "make_jagged",
     "normalize_config",
     "pad_prompt_response",
     "shift_predict_next",
     "thread_count",
+    "weight_norm",
 ]

@@ -20,6 +20,8 @@ error_class(const arl_state_t *state, arl_status_t code) /* borrowed from state 
         return PyExc_ValueError;
     case ARL_ERR_CLOSED:
         return state->closed_error;
+    case ARL_ERR_PROCESS:
+        return state->process_error;
     case ARL_ERR_SYSTEM:
         return PyExc_OSError;
     case ARL_ERR_INTERRUPTED:

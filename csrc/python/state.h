@@ -17,6 +17,8 @@
     X(operation_type)                                                                              \
     X(weight_sender_type)                                                                          \
     X(weight_receiver_type)                                                                        \
+    X(weight_views_type)                                                                           \
+    X(weight_view_type)                                                                            \
     X(sync_stats_type)
 
 /* Objects that are looked up once: torch and its members stay NULL until a torch tensor is met.
@@ -32,7 +34,8 @@
     X(torch_dtypes)                                                                                \
     X(cpu_text)                                                                                    \
     X(json_dumps)                                                                                  \
-    X(json_loads)
+    X(json_loads)                                                                                  \
+    X(logger)
 
 /* Exceptions: field, name, base field, builtin base or NULL, docstring. */
 #define ARL_STATE_ERRORS(X)                                                                        \
@@ -49,6 +52,8 @@
       "Bytes are not a valid frame of the wire format.")                                           \
     X(closed_error, "ClosedError", arctic_error, PyExc_ValueError,                                 \
       "The object was destroyed or closed before this call.")                                      \
+    X(process_error, "WrongProcessError", arctic_error, PyExc_RuntimeError,                        \
+      "The object was made in another process: it was inherited through fork.")                    \
     X(transport_unavailable_error, "TransportUnavailableError", arctic_error, PyExc_RuntimeError,  \
       "The transport cannot be used here; says why and what can be.")                              \
     X(weight_sync_error, "WeightSyncError", arctic_error, PyExc_RuntimeError,                      \
@@ -83,6 +88,7 @@
     X(shape)                                                                                       \
     X(stride)                                                                                      \
     X(type)                                                                                        \
+    X(untyped_storage)                                                                             \
     X(values)                                                                                      \
     X(view)
 

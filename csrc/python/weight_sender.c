@@ -1,12 +1,497 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "python/state.h"
+#include "python/errors.h"
+#include "python/weights.h"
+
+#include "transport/arl_sender.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct weight_sender {
+    PyObject_HEAD
+    arl_guard_t guard;
+    arl_sender_t sender;
+    arl_params_t params;
+    PyObject *transport_name; /* str or None; the choice borrows its text */
+    double timeout;
+} weight_sender_t;
+
+/* ---- making ---------------------------------------------------------------------------------- */
+
+/* None, False or True to -1, 0 or 1. */
+static int
+read_wish(PyObject *value, const char *name, int *wish_p)
+{
+    if (value == NULL || value == Py_None) {
+        *wish_p = -1;
+        return 0;
+    }
+    if (!PyBool_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "WeightSender: %s is True, False or None, not %s", name,
+                     arl_type_name(value));
+        return -1;
+    }
+    *wish_p = value == Py_True;
+    return 0;
+}
+
+static int
+read_options(weight_sender_t *self, PyObject *const *wishes, PyObject *transport, long receivers,
+             PyObject *timeout, PyObject *verify, long long ring_bytes)
+{
+    arl_choice_t *choice = &self->sender.choice;
+
+    if (read_wish(wishes[0], "cuda_ipc", &choice->cuda_ipc) < 0 ||
+        read_wish(wishes[1], "low_memory", &choice->low_memory) < 0 ||
+        read_wish(wishes[2], "colocated", &choice->colocated) < 0 ||
+        arl_seconds(timeout, 60.0, &self->timeout) < 0 ||
+        arl_verify_from(verify, &self->sender.verify) < 0) {
+        return -1;
+    }
+    if (receivers < 1 || receivers > ARL_OFFER_RECEIVERS_MAX) {
+        PyErr_Format(PyExc_ValueError, "WeightSender: receivers is 1 to %d, not %ld",
+                     (int)ARL_OFFER_RECEIVERS_MAX, receivers);
+        return -1;
+    }
+    if (ring_bytes < 0) {
+        PyErr_Format(PyExc_ValueError, "WeightSender: ring_bytes is %lld", ring_bytes);
+        return -1;
+    }
+    self->sender.receivers = (uint32_t)receivers;
+    self->sender.ring_bytes = ring_bytes;
+    self->transport_name = Py_NewRef(transport);
+    if (transport != Py_None) {
+        choice->transport = PyUnicode_AsUTF8(transport);
+        if (choice->transport == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *
+weight_sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"params",    "cuda_ipc", "low_memory", "transport",  "receivers",
+                            "colocated", "timeout",  "verify",     "ring_bytes", NULL};
+    PyObject *params, *transport = Py_None, *timeout = NULL, *verify = NULL;
+    PyObject *wishes[3] = {NULL, NULL, NULL};
+    long receivers = 1;
+    long long ring_bytes = 0;
+    arl_error_t err = ARL_ERROR_INIT;
+    arl_state_t *state = arl_state_from_type(type);
+    weight_sender_t *self;
+
+    if (state == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOOlOOOL:WeightSender", names, &params,
+                                     &wishes[0], &wishes[1], &transport, &receivers, &wishes[2],
+                                     &timeout, &verify, &ring_bytes)) {
+        return NULL;
+    }
+    self = (weight_sender_t *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    arl_guard_init(&self->guard, "WeightSender");
+    if (arl_sender_init(&self->sender, &err) != ARL_OK) {
+        (void)arl_raise(state, &err);
+        goto release;
+    }
+    if (read_options(self, wishes, transport, receivers, timeout, verify, ring_bytes) < 0 ||
+        arl_params_read(state, params, ARL_ROLE_SENDER, &self->params) < 0) {
+        goto release;
+    }
+    if (self->params.count == 0) {
+        PyErr_SetString(PyExc_ValueError, "WeightSender: there are no parameters");
+        goto release;
+    }
+    return (PyObject *)self;
+release:
+    Py_DECREF(self);
+    return NULL;
+}
+
+/* ---- calls ----------------------------------------------------------------------------------- */
+
+/* The views of the parameters as the transports take them. PyMem_Free it. */
+static arl_source_t *
+make_sources(const arl_params_t *params)
+{
+    arl_source_t *sources = PyMem_New(arl_source_t, (size_t)params->count);
+
+    if (sources == NULL) {
+        (void)PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < params->count; i++) {
+        const arl_param_t *param = &params->items[i];
+
+        sources[i] = (arl_source_t){param->text, param->length, param->tensor.view};
+    }
+    return sources;
+}
+
+static int
+read_version(PyObject *value, uint64_t *version_p)
+{
+    *version_p = 0;
+    if (value == NULL || value == Py_None) {
+        return 0;
+    }
+    *version_p = PyLong_AsUnsignedLongLong(value);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    if (*version_p == 0) {
+        PyErr_SetString(PyExc_ValueError, "offer: versions begin at 1");
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+offer_bytes(arl_state_t *state, weight_sender_t *self, uint64_t version, void *stream,
+            double seconds)
+{
+    arl_error_t err = ARL_ERROR_INIT;
+    arl_deadline_t deadline;
+    arl_source_t *sources;
+    uint8_t *bytes = NULL;
+    size_t size = 0;
+    PyObject *result = NULL;
+    PyThreadState *thread;
+    arl_status_t status;
+    bool changed;
+
+    arl_deadline_start(&deadline, seconds);
+    if (arl_params_refresh(state, &self->params, ARL_ROLE_SENDER, &changed) < 0) {
+        return NULL;
+    }
+    sources = make_sources(&self->params);
+    if (sources == NULL) {
+        return NULL;
+    }
+    thread = PyEval_SaveThread();
+    deadline.interrupted = arl_deadline_check_signals;
+    deadline.context = &thread;
+    status = arl_sender_offer(&self->sender, sources, (uint32_t)self->params.count, version, stream,
+                              &deadline, &bytes, &size, &err);
+    PyEval_RestoreThread(thread);
+    PyMem_Free(sources);
+    if (status != ARL_OK) {
+        return arl_raise(state, &err);
+    }
+    result = PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)size);
+    free(bytes);
+    if (result == NULL) {
+        arl_sender_abandon(&self->sender, false);
+    }
+    return result;
+}
+
+static PyObject *
+weight_sender_offer(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"version", "timeout", "stream", NULL};
+    weight_sender_t *self = (weight_sender_t *)op;
+    PyObject *version = NULL, *timeout = NULL, *stream = Py_None, *result;
+    arl_state_t *state = arl_state_from_type(Py_TYPE(op));
+    void *stream_pointer = NULL;
+    uint64_t number;
+    double seconds;
+
+    if (state == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOO:offer", names, &version,
+                                                      &timeout, &stream)) {
+        return NULL;
+    }
+    if (read_version(version, &number) < 0 || arl_seconds(timeout, self->timeout, &seconds) < 0) {
+        return NULL;
+    }
+    if (stream != Py_None) {
+        stream_pointer = PyLong_AsVoidPtr(stream);
+        if (stream_pointer == NULL && PyErr_Occurred()) {
+            return NULL;
+        }
+    }
+    if (arl_guard_enter(state, &self->guard, "offer") < 0) {
+        return NULL;
+    }
+    result = offer_bytes(state, self, number, stream_pointer, seconds);
+    arl_guard_leave(&self->guard);
+    return result;
+}
+
+static PyObject *
+weight_sender_serve(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"timeout", NULL};
+    weight_sender_t *self = (weight_sender_t *)op;
+    PyObject *timeout = NULL;
+    arl_state_t *state = arl_state_from_type(Py_TYPE(op));
+    arl_error_t err = ARL_ERROR_INIT;
+    arl_sync_stats_t stats;
+    arl_deadline_t deadline;
+    PyThreadState *thread;
+    arl_status_t status;
+    double seconds;
+
+    if (state == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "|$O:serve", names, &timeout) ||
+        arl_seconds(timeout, self->timeout, &seconds) < 0 ||
+        arl_guard_enter(state, &self->guard, "serve") < 0) {
+        return NULL;
+    }
+    arl_deadline_start(&deadline, seconds);
+    thread = PyEval_SaveThread();
+    deadline.interrupted = arl_deadline_check_signals;
+    deadline.context = &thread;
+    status = arl_sender_serve(&self->sender, NULL, &deadline, &stats, &err);
+    PyEval_RestoreThread(thread);
+    arl_guard_leave(&self->guard);
+    return status == ARL_OK ? arl_sync_stats_new(state, &stats) : arl_raise(state, &err);
+}
+
+/* Ends the offer and, for close(), the sender. */
+static int
+end_offer(arl_state_t *state, weight_sender_t *self, double seconds)
+{
+    arl_error_t err = ARL_ERROR_INIT;
+    arl_deadline_t deadline;
+    PyThreadState *thread;
+    arl_status_t status;
+
+    arl_deadline_start(&deadline, seconds);
+    thread = PyEval_SaveThread();
+    deadline.interrupted = arl_deadline_check_signals;
+    deadline.context = &thread;
+    status = arl_sender_release(&self->sender, &deadline, &err);
+    PyEval_RestoreThread(thread);
+    if (status != ARL_OK) {
+        (void)arl_raise(state, &err);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+weight_sender_release(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"timeout", NULL};
+    weight_sender_t *self = (weight_sender_t *)op;
+    PyObject *timeout = NULL;
+    arl_state_t *state = arl_state_from_type(Py_TYPE(op));
+    double seconds;
+    int status;
+
+    if (state == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "|$O:release", names, &timeout) ||
+        arl_seconds(timeout, self->timeout, &seconds) < 0 ||
+        arl_guard_enter(state, &self->guard, "release") < 0) {
+        return NULL;
+    }
+    status = end_offer(state, self, seconds);
+    arl_guard_leave(&self->guard);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *
+weight_sender_close(PyObject *op, PyObject *unused)
+{
+    weight_sender_t *self = (weight_sender_t *)op;
+    arl_state_t *state = arl_state_from_type(Py_TYPE(op));
+    int status;
+
+    (void)unused;
+    if (state == NULL) {
+        return NULL;
+    }
+    if (self->guard.closed) {
+        return Py_NewRef(Py_None);
+    }
+    if (arl_guard_enter(state, &self->guard, "close") < 0) {
+        return NULL;
+    }
+    status = end_offer(state, self, self->timeout);
+    arl_guard_leave(&self->guard);
+    if (status < 0) {
+        return NULL;
+    }
+    self->guard.closed = true;
+    arl_params_clear(&self->params);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *
+weight_sender_live_exports(PyObject *op, PyObject *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(arl_sender_live(&((weight_sender_t *)op)->sender));
+}
+
+static PyObject *
+weight_sender_enter(PyObject *op, PyObject *unused)
+{
+    weight_sender_t *self = (weight_sender_t *)op;
+    arl_state_t *state = arl_state_from_type(Py_TYPE(op));
+
+    (void)unused;
+    if (state == NULL || arl_guard_enter(state, &self->guard, "__enter__") < 0) {
+        return NULL;
+    }
+    arl_guard_leave(&self->guard);
+    return Py_NewRef(op);
+}
+
+static PyObject *
+weight_sender_exit(PyObject *op, PyObject *args)
+{
+    (void)args;
+    return weight_sender_close(op, NULL);
+}
+
+static PyObject *
+weight_sender_get_version(PyObject *op, void *closure)
+{
+    const uint64_t epoch = ((weight_sender_t *)op)->sender.epoch;
+
+    (void)closure;
+    return epoch == 0 ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(epoch);
+}
+
+static PyObject *
+weight_sender_get_closed(PyObject *op, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(((weight_sender_t *)op)->guard.closed);
+}
+
+/* ---- type ------------------------------------------------------------------------------------ */
+
+static int
+weight_sender_traverse(PyObject *op, visitproc visit, void *arg)
+{
+    weight_sender_t *self = (weight_sender_t *)op;
+
+    Py_VISIT(Py_TYPE(op));
+    Py_VISIT(self->transport_name);
+    return arl_params_traverse(&self->params, visit, arg);
+}
+
+static int
+weight_sender_clear(PyObject *op)
+{
+    weight_sender_t *self = (weight_sender_t *)op;
+
+    arl_params_clear(&self->params);
+    return 0; /* transport_name is a str: no cycle goes through it, and the choice borrows it */
+}
+
+static void
+weight_sender_dealloc(PyObject *op)
+{
+    weight_sender_t *self = (weight_sender_t *)op;
+    PyTypeObject *type = Py_TYPE(op);
+
+    PyObject_GC_UnTrack(op);
+    arl_sender_abandon(&self->sender, arl_guard_forked(&self->guard));
+    (void)weight_sender_clear(op);
+    Py_CLEAR(self->transport_name);
+    type->tp_free(op);
+    Py_DECREF(type);
+}
+
+PyDoc_STRVAR(
+    weight_sender_doc,
+    "WeightSender(params, *, cuda_ipc=None, low_memory=None, transport=None, receivers=1,\n"
+    "             colocated=None, timeout=60.0, verify=None, ring_bytes=0)\n--\n\n"
+    "The trainer's side of weight sync.\n\n"
+    "params: mapping of name to tensor, or an iterable of pairs such as\n"
+    "model.named_parameters(). Tensors of any strides and any fixed-width dtype, all in CPU\n"
+    "memory or all in CUDA memory; several names may share memory (tied weights). They are\n"
+    "held, not copied: offer() sends the values they have then, also after p.data was replaced.\n"
+    "For a transport that streams, a value may be (dtype, shape) of a tensor that comes later.\n\n"
+    "cuda_ipc, low_memory: True, False, or None for whatever fits. colocated: whether the\n"
+    "receivers share this GPU (or host). transport: one by name, host_shm, cuda_ipc, ring or\n"
+    "nccl. What cannot be had is TransportUnavailableError, what contradicts itself ValueError,\n"
+    "both from offer().\n\n"
+    "receivers: how many pull each offer. timeout: seconds for each call that waits, unless the\n"
+    "call is given its own. verify: \"all\" or \"sample\" puts checksums into the offers, for\n"
+    "pull(verify=). ring_bytes: size of the ring of low_memory; 0 is the default size.\n\n"
+    "Use: offer(), send the bytes to the receivers, serve(), release(). One thread at a time.");
+
+PyDoc_STRVAR(
+    offer_doc,
+    "offer($self, /, *, version=None, timeout=None, stream=None)\n--\n\n"
+    "Offer the parameters as they are now; return the offer, as bytes for the receivers.\n\n"
+    "It replaces the offer before it. version: a number above the last one; by default the next.\n"
+    "stream: the cudaStream_t (int) that wrote the parameters last; CUDA only. Over host_shm the\n"
+    "bytes are copied here, and the parameters may change as soon as this returns.\n\n"
+    "Raises TransportUnavailableError, OSError (shared memory is full), ValueError (tensors that\n"
+    "cannot be sent), PeerTimeoutError (receivers still read the memory of the offer before).");
+
+PyDoc_STRVAR(
+    serve_doc,
+    "serve($self, /, *, timeout=None)\n--\n\n"
+    "Wait until every receiver has finished with the offer; return SyncStats.\n\n"
+    "Raises PeerTimeoutError when one has not come or not finished in time, PeerLostError when\n"
+    "one died, WeightSyncError with what one reported; error.rank is its number.");
+
+PyDoc_STRVAR(release_doc,
+             "release($self, /, *, timeout=None)\n--\n\n"
+             "End the offer and give its memory back. Receivers that have not begun are refused.\n"
+             "Does nothing without an offer.\n\n"
+             "Raises PeerTimeoutError when receivers still read the parameters themselves "
+             "(cuda_ipc);\nthe offer then stays.");
+
+PyDoc_STRVAR(close_doc, "close($self, /)\n--\n\n"
+                        "End the offer and let go of the parameters. Twice is fine.");
+
+PyDoc_STRVAR(live_exports_doc,
+             "live_exports($self, /)\n--\n\n"
+             "Number of offers whose memory is still held, by this object or by a receiver in "
+             "this process.");
+
+PyDoc_STRVAR(enter_doc, "__enter__($self, /)\n--\n\nReturn self.");
+PyDoc_STRVAR(exit_doc, "__exit__($self, /, *exc_info)\n--\n\nClose.");
+
+static PyMethodDef weight_sender_type_methods[] = {
+    {"offer", (PyCFunction)(void (*)(void))weight_sender_offer, METH_VARARGS | METH_KEYWORDS,
+     offer_doc},
+    {"serve", (PyCFunction)(void (*)(void))weight_sender_serve, METH_VARARGS | METH_KEYWORDS,
+     serve_doc},
+    {"release", (PyCFunction)(void (*)(void))weight_sender_release, METH_VARARGS | METH_KEYWORDS,
+     release_doc},
+    {"close", weight_sender_close, METH_NOARGS, close_doc},
+    {"live_exports", weight_sender_live_exports, METH_NOARGS, live_exports_doc},
+    {"__enter__", weight_sender_enter, METH_NOARGS, enter_doc},
+    {"__exit__", weight_sender_exit, METH_VARARGS, exit_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef weight_sender_getset[] = {
+    {"version", weight_sender_get_version, NULL,
+     "int or None: version of the last offer; None before the first", NULL},
+    {"closed", weight_sender_get_closed, NULL, "bool: whether close() was called", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot weight_sender_slots[] = {
+    {Py_tp_doc, (void *)weight_sender_doc}, {Py_tp_new, weight_sender_new},
+    {Py_tp_dealloc, weight_sender_dealloc}, {Py_tp_traverse, weight_sender_traverse},
+    {Py_tp_clear, weight_sender_clear},     {Py_tp_methods, weight_sender_type_methods},
+    {Py_tp_getset, weight_sender_getset},   {0, NULL},
+};
+
+static PyType_Spec weight_sender_spec = {
+    .name = "arctic_rl_c.WeightSender",
+    .basicsize = sizeof(weight_sender_t),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = weight_sender_slots,
+};
 
 PyMethodDef arl_weight_sender_methods[] = {{NULL, NULL, 0, NULL}};
 
 int
 arl_weight_sender_exec(PyObject *module, arl_state_t *state)
 {
-    (void)module;
-    (void)state;
-    return 0;
+    return arl_state_add_type(module, &weight_sender_spec, &state->weight_sender_type);
 }

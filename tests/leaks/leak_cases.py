@@ -221,3 +221,43 @@ def normalize_config() -> Case:
         refused(TypeError, core.normalize_config)
 
     return Case(call, (flat, nested, unknown))
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+WEIGHT_TYPES = (core.SyncStats, core.WeightReceiver, core.WeightSender)
+
+
+@case(
+    *(cls.__name__ for cls in WEIGHT_TYPES),
+    *(f"{c.__name__}.{name}" for c in WEIGHT_TYPES for name in vars(c) if name[0] != "_"),
+)
+def weight_sync() -> Case:
+    source = {"a": np.arange(6.0).reshape(2, 3), "b": np.arange(4)[::2]}
+    target = {name: np.zeros_like(value) for name, value in source.items()}
+
+    def call() -> None:
+        with (
+            core.WeightSender(source, verify="all") as sender,
+            core.WeightReceiver(target, aliases={"c": "a"}, log=str) as receiver,
+        ):
+            stats = receiver.pull(sender.offer(), verify="all")
+            assert pickle.loads(pickle.dumps(stats)).as_dict() == stats.as_dict()
+            assert "host_shm" in repr(sender.serve())
+            offer = sender.offer()
+            refused(core.WeightSyncError, receiver.pull, offer[:-1])
+            refused(TypeError, receiver.pull, "text")
+            sender.release()
+            refused(core.WeightSyncError, receiver.pull, offer)
+            receiver.check()
+            assert (receiver.version, receiver.torn, receiver.closed) == (1, False, False)
+            assert (sender.version, sender.closed, sender.live_exports()) == (2, False, 0)
+            assert receiver.live_mappings() == 0
+            assert all(getattr(stats, name) == value for name, value in stats.as_dict().items())
+        refused(core.ClosedError, sender.offer)
+        refused(core.ClosedError, receiver.pull, offer)
+        refused(TypeError, core.WeightSender, {"a": 1})
+        refused(ValueError, core.WeightReceiver, {})
+
+    return Case(call, tuple(source.values()))

@@ -1,0 +1,455 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "python/weights.h"
+
+#include "python/errors.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <string.h>
+#include <unistd.h>
+
+/* ---- named tensors --------------------------------------------------------------------------- */
+
+static void
+param_clear(arl_param_t *param)
+{
+    arl_tensor_release(&param->tensor);
+    Py_CLEAR(param->storage);
+    Py_CLEAR(param->object);
+    Py_CLEAR(param->name);
+}
+
+void
+arl_params_clear(arl_params_t *params)
+{
+    arl_params_t old = *params;
+
+    /* Emptied first: what is released may run code that looks at the owner. */
+    memset(params, 0, sizeof(*params));
+    for (Py_ssize_t i = 0; i < old.count; i++) {
+        param_clear(&old.items[i]);
+    }
+    PyMem_Free(old.items);
+}
+
+int
+arl_params_traverse(arl_params_t *params, visitproc visit, void *arg)
+{
+    for (Py_ssize_t i = 0; i < params->count; i++) {
+        arl_param_t *param = &params->items[i];
+
+        Py_VISIT(param->name);
+        Py_VISIT(param->object);
+        Py_VISIT(param->tensor.owner);
+        Py_VISIT(param->storage);
+    }
+    return 0;
+}
+
+/* Imports `param->object`, and holds on to torch's storage. */
+static int
+param_import(arl_state_t *state, arl_param_t *param, arl_role_t role)
+{
+    const int flags = role == ARL_ROLE_RECEIVER ? ARL_TENSOR_WRITABLE : 0;
+    arl_tensor_t tensor = {0};
+    PyObject *storage = NULL;
+
+    if (arl_tensor_import(state, param->object, param->text, flags, ARL_ERR_VALUE, &tensor) < 0) {
+        return -1;
+    }
+    if (tensor.view.data == NULL && arl_view_nbytes(&tensor.view) > 0) {
+        (void)arl_raise_format(state, ARL_ERR_VALUE, "import tensor",
+                               "%s: has no memory of its own here (a meta, fake, sharded or "
+                               "offloaded tensor?)",
+                               param->text);
+        arl_tensor_release(&tensor);
+        return -1;
+    }
+    if (tensor.kind == ARL_TENSOR_TORCH) {
+        storage = PyObject_CallMethodNoArgs(param->object, state->names.untyped_storage);
+        if (storage == NULL) {
+            arl_tensor_release(&tensor);
+            return -1;
+        }
+    }
+    arl_tensor_release(&param->tensor);
+    Py_XSETREF(param->storage, storage);
+    param->tensor = tensor;
+    return 0;
+}
+
+/* (dtype, shape): a tensor that will come later. Its view has no data, on the CPU or wherever it
+ * will come from. */
+static int
+param_specify(arl_state_t *state, arl_param_t *param)
+{
+    PyObject *dtype = PyTuple_GET_ITEM(param->object, 0); /* borrowed from object */
+    PyObject *shape = PyTuple_GET_ITEM(param->object, 1); /* borrowed from object */
+    PyObject *text = PyObject_Str(dtype), *sizes = NULL;
+    arl_view_t *view = &param->tensor.view;
+    const char *name;
+    int status = -1;
+
+    if (text == NULL || (name = PyUnicode_AsUTF8(text)) == NULL) {
+        goto release;
+    }
+    view->dtype = arl_dtype_from_name(strncmp(name, "torch.", 6) == 0 ? name + 6 : name);
+    if (view->dtype == ARL_DTYPE_NONE) {
+        (void)arl_raise_format(state, ARL_ERR_TYPE, "import tensor",
+                               "%s: dtype %s is not supported", param->text, name);
+        goto release;
+    }
+    sizes = PySequence_Tuple(shape);
+    if (sizes == NULL) {
+        goto release;
+    }
+    if (PyTuple_GET_SIZE(sizes) > ARL_VIEW_DIMS_MAX) {
+        (void)arl_raise_format(state, ARL_ERR_VALUE, "import tensor",
+                               "%s: has %zd dimensions, at most %d are supported", param->text,
+                               PyTuple_GET_SIZE(sizes), (int)ARL_VIEW_DIMS_MAX);
+        goto release;
+    }
+    view->itemsize = arl_dtype_size(view->dtype);
+    view->ndim = (int)PyTuple_GET_SIZE(sizes);
+    view->device_type = ARL_DEVICE_CUDA;
+    for (int i = 0; i < view->ndim; i++) { /* items are borrowed from sizes */
+        view->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes, i));
+        if (view->shape[i] == -1 && PyErr_Occurred()) {
+            goto release;
+        }
+    }
+    if (arl_view_nbytes(view) < 0) {
+        (void)arl_raise_format(state, ARL_ERR_VALUE, "import tensor",
+                               "%s: its sizes are negative or their product overflows",
+                               param->text);
+        goto release;
+    }
+    status = 0;
+release:
+    Py_XDECREF(sizes);
+    Py_XDECREF(text);
+    return status;
+}
+
+/* Binding: (tensor, dim, start, full). */
+static int
+param_bind(arl_state_t *state, arl_param_t *param)
+{
+    PyObject *binding = param->object;
+    long long numbers[3];
+
+    if (PyTuple_GET_SIZE(binding) != 4) {
+        (void)arl_raise_format(state, ARL_ERR_TYPE, "bind parameters",
+                               "%s: expected a tensor or a Binding(tensor, dim, start, full), got "
+                               "a tuple of %zd",
+                               param->text, PyTuple_GET_SIZE(binding));
+        return -1;
+    }
+    for (int i = 0; i < 3; i++) { /* items are borrowed from binding */
+        numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(binding, i + 1));
+        if (numbers[i] == -1 && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    if (numbers[0] < 0 || numbers[0] >= ARL_VIEW_DIMS_MAX) {
+        (void)arl_raise_format(state, ARL_ERR_VALUE, "bind parameters",
+                               "%s: the dimension of a Binding is 0 to %d, not %lld", param->text,
+                               ARL_VIEW_DIMS_MAX - 1, numbers[0]);
+        return -1;
+    }
+    param->dim = (int)numbers[0];
+    param->start = numbers[1];
+    param->full = numbers[2];
+    param->object = Py_NewRef(PyTuple_GET_ITEM(binding, 0)); /* borrowed until here */
+    Py_DECREF(binding);
+    return 0;
+}
+
+/* Appends one; steals nothing. */
+static int
+params_add(arl_state_t *state, arl_params_t *params, PyObject *name, PyObject *value,
+           arl_role_t role)
+{
+    arl_param_t *param;
+    Py_ssize_t length;
+
+    if (params->count == params->capacity) {
+        const Py_ssize_t capacity = params->capacity > 0 ? params->capacity * 2 : 64;
+        arl_param_t *items = PyMem_Resize(params->items, arl_param_t, (size_t)capacity);
+
+        if (items == NULL) {
+            (void)PyErr_NoMemory();
+            return -1;
+        }
+        params->items = items;
+        params->capacity = capacity;
+    }
+    param = &params->items[params->count];
+    memset(param, 0, sizeof(*param));
+    param->text = PyUnicode_AsUTF8AndSize(name, &length);
+    if (param->text == NULL) {
+        return -1;
+    }
+    param->dim = -1;
+    param->length = length > UINT32_MAX ? UINT32_MAX : (uint32_t)length;
+    param->name = Py_NewRef(name);
+    param->object = Py_NewRef(value);
+    params->count++; /* from here on arl_params_clear releases it */
+    if (strlen(param->text) != (size_t)length) {
+        (void)arl_raise_format(state, ARL_ERR_VALUE, "import tensor",
+                               "%s: the name has a NUL character after it", param->text);
+        return -1;
+    }
+    if (value == Py_None && role == ARL_ROLE_RECEIVER) {
+        return 0;
+    }
+    if (PyTuple_Check(value)) {
+        if (role == ARL_ROLE_SENDER && PyTuple_GET_SIZE(value) == 2) {
+            return param_specify(state, param);
+        }
+        if (role == ARL_ROLE_RECEIVER && param_bind(state, param) < 0) {
+            return -1;
+        }
+    }
+    return param_import(state, param, role);
+}
+
+static int
+params_add_pair(arl_state_t *state, arl_params_t *params, PyObject *pair, arl_role_t role)
+{
+    PyObject *fast, *name, *value;
+    int status = 0;
+
+    fast = PySequence_Fast(pair, "parameters: expected a mapping, or pairs of name and tensor");
+    if (fast == NULL) {
+        return -1;
+    }
+    name = PySequence_Fast_GET_SIZE(fast) == 2
+               ? PySequence_Fast_GET_ITEM(fast, 0) /* borrowed from fast */
+               : NULL;
+    if (name == NULL || !PyUnicode_Check(name)) {
+        PyErr_SetString(PyExc_TypeError,
+                        "parameters: expected a mapping, or pairs of name (str) and tensor");
+        Py_DECREF(fast);
+        return -1;
+    }
+    value = PySequence_Fast_GET_ITEM(fast, 1); /* borrowed from fast */
+    if (PyList_Check(value) && role == ARL_ROLE_RECEIVER) {
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value) && status == 0; i++) {
+            PyObject *item = PyList_GetItemRef(value, i);
+
+            status = item == NULL ? -1 : params_add(state, params, name, item, role);
+            Py_XDECREF(item);
+        }
+    }
+    else {
+        status = params_add(state, params, name, value, role);
+    }
+    Py_DECREF(fast);
+    return status;
+}
+
+int
+arl_params_read(arl_state_t *state, PyObject *object, arl_role_t role, arl_params_t *params_p)
+{
+    arl_params_t params = {0};
+    PyObject *items, *iterator, *pair;
+
+    items = PyMapping_Check(object) && !PyList_Check(object) && !PyTuple_Check(object)
+                ? PyMapping_Items(object)
+                : Py_NewRef(object);
+    iterator = items == NULL ? NULL : PyObject_GetIter(items);
+    Py_XDECREF(items);
+    if (iterator == NULL) {
+        return -1;
+    }
+    while ((pair = PyIter_Next(iterator)) != NULL) {
+        const int status = params_add_pair(state, &params, pair, role);
+
+        Py_DECREF(pair);
+        if (status < 0) {
+            break;
+        }
+    }
+    Py_DECREF(iterator);
+    if (PyErr_Occurred()) {
+        arl_params_clear(&params);
+        return -1;
+    }
+    if (params.count > ARL_OFFER_TENSORS_MAX) {
+        (void)arl_raise_format(state, ARL_ERR_VALUE, "import tensor",
+                               "%zd parameters, at most %d are supported", params.count,
+                               (int)ARL_OFFER_TENSORS_MAX);
+        arl_params_clear(&params);
+        return -1;
+    }
+    *params_p = params;
+    return 0;
+}
+
+/* Whether the tensor still has the memory that was imported: 1, 0, or -1 with an exception. */
+static int
+param_is_current(arl_state_t *state, const arl_param_t *param)
+{
+    PyObject *pointer;
+    void *data;
+
+    if (param->tensor.kind == ARL_TENSOR_NUMPY) {
+        return PyArray_DATA((PyArrayObject *)param->object) == param->tensor.view.data;
+    }
+    if (param->tensor.kind != ARL_TENSOR_TORCH) {
+        return 1; /* a DLPack capsule owns the memory it was made for */
+    }
+    pointer = PyObject_CallMethodNoArgs(param->object, state->names.data_ptr);
+    if (pointer == NULL) {
+        return -1;
+    }
+    data = PyLong_AsVoidPtr(pointer);
+    Py_DECREF(pointer);
+    return PyErr_Occurred() ? -1 : data == param->tensor.view.data;
+}
+
+int
+arl_params_refresh(arl_state_t *state, arl_params_t *params, arl_role_t role, bool *changed_p)
+{
+    *changed_p = false;
+    for (Py_ssize_t i = 0; i < params->count; i++) {
+        arl_param_t *param = &params->items[i];
+        int current;
+
+        if (param->tensor.owner == NULL) { /* a name or a specification alone */
+            continue;
+        }
+        current = param_is_current(state, param);
+        if (current < 0 || (current == 0 && param_import(state, param, role) < 0)) {
+            return -1;
+        }
+        *changed_p = *changed_p || current == 0;
+    }
+    return 0;
+}
+
+/* ---- calls ----------------------------------------------------------------------------------- */
+
+void
+arl_guard_init(arl_guard_t *guard, const char *type)
+{
+    guard->type = type;
+    guard->owner = getpid();
+    guard->closed = false;
+    guard->busy = NULL;
+}
+
+bool
+arl_guard_forked(const arl_guard_t *guard)
+{
+    return guard->owner != getpid();
+}
+
+int
+arl_guard_enter(arl_state_t *state, arl_guard_t *guard, const char *method)
+{
+    if (arl_guard_forked(guard)) {
+        (void)arl_raise_format(state, ARL_ERR_PROCESS, method,
+                               "this %s belongs to process %lld, and this is its child %lld; make "
+                               "one here",
+                               guard->type, (long long)guard->owner, (long long)getpid());
+        return -1;
+    }
+    if (guard->closed) {
+        (void)arl_raise_format(state, ARL_ERR_CLOSED, method, "this %s is closed", guard->type);
+        return -1;
+    }
+    if (guard->busy != NULL) {
+        (void)PyErr_Format(PyExc_RuntimeError, "this %s is in use by another thread, in %s()",
+                           guard->type, guard->busy);
+        return -1;
+    }
+    guard->busy = method;
+    return 0;
+}
+
+void
+arl_guard_leave(arl_guard_t *guard)
+{
+    guard->busy = NULL;
+}
+
+int
+arl_seconds(PyObject *value, double fallback, double *seconds_p)
+{
+    double seconds;
+
+    if (value == NULL || value == Py_None) {
+        *seconds_p = fallback;
+        return 0;
+    }
+    seconds = PyFloat_AsDouble(value);
+    if (seconds == -1.0 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (!isfinite(seconds) || seconds < 0) {
+        PyErr_Format(PyExc_ValueError, "timeout: expected seconds, finite and not negative, got %R",
+                     value);
+        return -1;
+    }
+    *seconds_p = seconds;
+    return 0;
+}
+
+int
+arl_verify_from(PyObject *value, arl_verify_t *verify_p)
+{
+    if (value == NULL || value == Py_None) {
+        *verify_p = ARL_VERIFY_NONE;
+        return 0;
+    }
+    if (PyUnicode_Check(value)) {
+        if (PyUnicode_CompareWithASCIIString(value, "all") == 0) {
+            *verify_p = ARL_VERIFY_ALL;
+            return 0;
+        }
+        if (PyUnicode_CompareWithASCIIString(value, "sample") == 0) {
+            *verify_p = ARL_VERIFY_SAMPLE;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "verify: expected \"all\", \"sample\" or None, got %R", value);
+    return -1;
+}
+
+static int
+log_text(arl_state_t *state, const char *method, const char *text)
+{
+    PyObject *result;
+
+    if (state->logger == NULL) {
+        PyObject *logging = PyImport_ImportModule("logging");
+
+        if (logging == NULL) {
+            return -1;
+        }
+        state->logger = PyObject_CallMethod(logging, "getLogger", "s", "arctic_rl_c");
+        Py_DECREF(logging);
+        if (state->logger == NULL) {
+            return -1;
+        }
+    }
+    result = PyObject_CallMethod(state->logger, method, "s", text);
+    Py_XDECREF(result);
+    return result == NULL ? -1 : 0;
+}
+
+void
+arl_log(arl_state_t *state, const char *method, const char *format, ...)
+{
+    char text[1024];
+    va_list args;
+
+    va_start(args, format);
+    (void)vsnprintf(text, sizeof(text), format, args);
+    va_end(args);
+    if (log_text(state, method, text) < 0) {
+        PyErr_WriteUnraisable(state->logger);
+    }
+}

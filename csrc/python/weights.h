@@ -1,0 +1,86 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#ifndef ARL_PYTHON_WEIGHTS_H
+#define ARL_PYTHON_WEIGHTS_H
+
+#include "python/state.h"
+#include "python/tensor.h"
+
+#include "core/arl_deadline.h"
+#include "transport/arl_transport.h"
+
+#include <stdbool.h>
+#include <sys/types.h>
+
+/* What WeightSender and WeightReceiver share. */
+
+/* ---- named tensors --------------------------------------------------------------------------- */
+
+typedef struct arl_param {
+    PyObject *name;   /* str */
+    const char *text; /* its UTF-8, which it owns */
+    uint32_t length;
+    PyObject *object; /* the tensor as it was given; None for a name alone */
+    arl_tensor_t tensor;
+    PyObject *storage; /* torch: keeps the memory alive even when `object` is given another one */
+    int dim;           /* receiver: the box of the binding; -1 for the whole source */
+    int64_t start;
+    int64_t full;
+} arl_param_t;
+
+typedef struct arl_params {
+    arl_param_t *items;
+    Py_ssize_t count;
+    Py_ssize_t capacity;
+} arl_params_t;
+
+typedef enum arl_role {
+    ARL_ROLE_SENDER,   /* a value is a tensor, or (dtype, shape) of one that comes later */
+    ARL_ROLE_RECEIVER, /* a writable tensor, a Binding, a list of these, or None */
+} arl_role_t;
+
+/* Reads a mapping, or an iterable of (name, value). Returns 0, or -1 with an exception and
+ * nothing held. */
+int arl_params_read(arl_state_t *state, PyObject *object, arl_role_t role, arl_params_t *params_p);
+
+/*
+ * Sees to it that the views are those of the tensors as they are now: a torch parameter may have
+ * been given other memory (`p.data = …`). `*changed_p` tells whether any was.
+ */
+int arl_params_refresh(arl_state_t *state, arl_params_t *params, arl_role_t role, bool *changed_p);
+
+int arl_params_traverse(arl_params_t *params, visitproc visit, void *arg);
+void arl_params_clear(arl_params_t *params);
+
+/* ---- calls ----------------------------------------------------------------------------------- */
+
+/* Who may call now: not after close(), not in a child after fork, one thread at a time. */
+typedef struct arl_guard {
+    const char *type; /* "WeightSender" */
+    pid_t owner;
+    bool closed;
+    const char *busy; /* the method that is running without the GIL, or NULL */
+} arl_guard_t;
+
+void arl_guard_init(arl_guard_t *guard, const char *type);
+/* 0, or -1 with ClosedError, WrongProcessError or RuntimeError. */
+int arl_guard_enter(arl_state_t *state, arl_guard_t *guard, const char *method);
+void arl_guard_leave(arl_guard_t *guard);
+bool arl_guard_forked(const arl_guard_t *guard);
+
+/* Seconds from a number; NULL or None gives `fallback`. Negative and not finite are refused: no
+ * wait is without an end. */
+int arl_seconds(PyObject *value, double fallback, double *seconds_p);
+
+/* None, "sample" or "all". */
+int arl_verify_from(PyObject *value, arl_verify_t *verify_p);
+
+/* logging.getLogger("arctic_rl_c").<method>(text). Never fails: an exception there is shown and
+ * forgotten, as what is reported has happened already. */
+void arl_log(arl_state_t *state, const char *method, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+/* ---- results --------------------------------------------------------------------------------- */
+
+PyObject *arl_sync_stats_new(arl_state_t *state, const arl_sync_stats_t *stats);
+
+#endif
