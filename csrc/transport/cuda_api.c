@@ -59,10 +59,10 @@ driver_version(const void *table, int *version_p, char *reason, size_t size)
 }
 
 static const arl_symbol_t symbols[] = {
-#define ARL_CUDA_SYMBOL(symbol, since, params)   \
-    {.name = #symbol,                            \
-     .offset = offsetof(arl_cuda_api_t, symbol), \
-     .min_version = (since),                     \
+#define ARL_CUDA_SYMBOL(symbol, since, params)                                                     \
+    {.name = #symbol,                                                                              \
+     .offset = offsetof(arl_cuda_api_t, symbol),                                                   \
+     .min_version = (since),                                                                       \
      .required = true},
     ARL_CUDA_FUNCTIONS(ARL_CUDA_SYMBOL)
 #undef ARL_CUDA_SYMBOL
@@ -328,6 +328,20 @@ arl_cuda_device_pop(const arl_cuda_device_t *device)
     arl_cu_context_t popped;
 
     (void)device->api->cuCtxPopCurrent_v2(&popped); /* only fails when nothing was pushed */
+}
+
+bool
+arl_cuda_device_enter(const arl_cuda_device_t *device)
+{
+    return device->api->cuCtxPushCurrent_v2(device->context) == ARL_CUDA_SUCCESS;
+}
+
+void
+arl_cuda_device_leave(const arl_cuda_device_t *device, bool entered)
+{
+    if (entered) {
+        arl_cuda_device_pop(device);
+    }
 }
 
 /* ---- pointers ------------------------------------------------------------------------------- */

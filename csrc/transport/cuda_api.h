@@ -227,6 +227,11 @@ void arl_cuda_device_close(arl_cuda_device_t *device); /* also twice */
 arl_status_t arl_cuda_device_push(const arl_cuda_device_t *device, arl_error_t *err);
 void arl_cuda_device_pop(const arl_cuda_device_t *device);
 
+/* For cleanup, which goes on when the context cannot be made current: what is given back then
+ * fails too, or not. Pass the result to _leave. */
+bool arl_cuda_device_enter(const arl_cuda_device_t *device);
+void arl_cuda_device_leave(const arl_cuda_device_t *device, bool entered);
+
 /* ---- pointers ------------------------------------------------------------------------------- */
 
 /* What the driver knows about a pointer. */

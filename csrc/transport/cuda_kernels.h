@@ -12,10 +12,10 @@ typedef unsigned long long arl_k_u64;
 typedef long long arl_k_i64;
 
 enum {
-    ARL_K_DIMS = 8,            /* as ARL_VIEW_DIMS_MAX */
+    ARL_K_DIMS = 8,              /* as ARL_VIEW_DIMS_MAX */
     ARL_K_SEGMENT_BYTES = 65536, /* most bytes of one segment */
-    ARL_K_ITEM_UNITS = 8192,   /* most units of one item of the strided kernel */
-    ARL_K_ITEM_WORDS = 8192,   /* most 8-byte words of one item of the checksum kernel */
+    ARL_K_ITEM_UNITS = 8192,     /* most units of one item of the strided kernel */
+    ARL_K_ITEM_WORDS = 8192,     /* most 8-byte words of one item of the checksum kernel */
 };
 
 /* A run of bytes to copy: from bases[base] + src_offset to dst. */

@@ -4,7 +4,7 @@
 #define ARL_TRANSPORT_CUDA_KERNELS_PTX_H
 
 /* clang-format off */
-static const char arl_kernels_ptx[] =
+static const char kernels_ptx[] =
     ".version 6.3 .target sm_70 .address_size 64 .visible .entry arl_copy_segments(\n"
     ".param .u64 arl_copy_segments_param_0, .param .u64 arl_copy_segments_param_1,\n"
     ".param .u32 arl_copy_segments_param_2 ) { .reg .pred %p<36>; .reg .b16 %rs<21>;\n"

@@ -34,10 +34,10 @@ nccl_version(const void *table, int *version_p, char *reason, size_t size)
 }
 
 static const arl_symbol_t symbols[] = {
-#define ARL_NCCL_SYMBOL(symbol, since, type, params) \
-    {.name = #symbol,                                \
-     .offset = offsetof(arl_nccl_api_t, symbol),     \
-     .min_version = (since),                         \
+#define ARL_NCCL_SYMBOL(symbol, since, type, params)                                               \
+    {.name = #symbol,                                                                              \
+     .offset = offsetof(arl_nccl_api_t, symbol),                                                   \
+     .min_version = (since),                                                                       \
      .required = true},
     ARL_NCCL_FUNCTIONS(ARL_NCCL_SYMBOL)
 #undef ARL_NCCL_SYMBOL

@@ -551,7 +551,6 @@ cuModuleUnload(arl_cu_module_t module)
 {
     const int failed = fake_fail_point(__func__);
 
-    NEED_CONTEXT();
     free(module);
     fake_live[FAKE_MODULES]--;
     return failed;

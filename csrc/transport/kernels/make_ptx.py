@@ -35,7 +35,7 @@ TEMPLATE = """\
 #define ARL_TRANSPORT_CUDA_KERNELS_PTX_H
 
 /* clang-format off */
-static const char arl_kernels_ptx[] =
+static const char kernels_ptx[] =
 {lines};
 /* clang-format on */
 

@@ -1,0 +1,539 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "transport/cuda_copy.h"
+
+#include "transport/cuda_kernels.h"
+#include "transport/cuda_tables.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/*
+ * 512 threads with eight 16-byte loads under way each, two blocks on each multiprocessor: what
+ * came out best on an H200 (benchmarks/gpu_copy_probe.py tries the others).
+ */
+enum { THREADS = 512, BLOCKS_PER_SM = 2 };
+
+/* A wait for a device is spun this long before it sleeps: a pull of a few GB ends within it. */
+static const int64_t SPIN_NS = 2000000;
+
+/* ---- engine --------------------------------------------------------------------------------- */
+
+static void
+engine_load_kernels(arl_cuda_engine_t *engine)
+{
+    const arl_cuda_api_t *api = engine->device.api;
+    const char *step = "cuModuleLoadDataEx", *name = NULL;
+    arl_cu_result_t result;
+
+    result = api->cuModuleLoadDataEx(&engine->module, arl_kernels_ptx(), 0, NULL, NULL);
+    if (result == ARL_CUDA_SUCCESS) {
+        step = "cuModuleGetFunction";
+        result =
+            api->cuModuleGetFunction(&engine->copy_segments, engine->module, ARL_K_COPY_SEGMENTS);
+    }
+    else {
+        engine->module = NULL;
+    }
+    if (result == ARL_CUDA_SUCCESS) {
+        result =
+            api->cuModuleGetFunction(&engine->copy_strided, engine->module, ARL_K_COPY_STRIDED);
+    }
+    if (result == ARL_CUDA_SUCCESS) {
+        result = api->cuModuleGetFunction(&engine->checksum, engine->module, ARL_K_CHECKSUM);
+    }
+    if (result == ARL_CUDA_SUCCESS) {
+        return;
+    }
+    if (engine->module != NULL) {
+        (void)api->cuModuleUnload(engine->module); /* the first failure is the one to report */
+        engine->module = NULL;
+    }
+    (void)api->cuGetErrorName(result, &name);
+    (void)snprintf(engine->fallback_reason, sizeof(engine->fallback_reason),
+                   "the copy kernels do not load (%s: %s); a graph of memcpy nodes is used, which "
+                   "is slower",
+                   step, name == NULL ? "unknown error" : name);
+}
+
+arl_status_t
+arl_cuda_engine_open(int ordinal, arl_cuda_engine_t *engine_p, arl_error_t *err)
+{
+    arl_cuda_engine_t engine = {.threads = THREADS, .blocks_per_sm = BLOCKS_PER_SM};
+    arl_cu_result_t result;
+    arl_status_t status;
+
+    status = arl_cuda_device_open(ordinal, &engine.device, err);
+    if (status != ARL_OK) {
+        return status;
+    }
+    ARL_CHECK_GOTO(status, arl_cuda_device_push(&engine.device, err), close_device);
+    result = engine.device.api->cuStreamCreate(&engine.stream, ARL_CUDA_STREAM_NON_BLOCKING);
+    if (result == ARL_CUDA_SUCCESS) {
+        engine_load_kernels(&engine);
+    }
+    else {
+        status = arl_cuda_error_set(engine.device.api, err, ARL_ERR_SYNC, result, "cuStreamCreate",
+                                    "on device %d (%s)", ordinal, engine.device.name);
+    }
+    arl_cuda_device_pop(&engine.device);
+    if (status != ARL_OK) {
+        goto close_device;
+    }
+    *engine_p = engine;
+    return ARL_OK;
+
+close_device:
+    arl_cuda_device_close(&engine.device);
+    return status;
+}
+
+void
+arl_cuda_engine_close(arl_cuda_engine_t *engine)
+{
+    const arl_cuda_api_t *api = engine->device.api;
+    bool entered;
+
+    if (engine->device.context == NULL) {
+        return;
+    }
+    /* Errors on the way out have nobody to go to; what can be released is. */
+    entered = arl_cuda_device_enter(&engine->device);
+    if (engine->module != NULL) {
+        (void)api->cuModuleUnload(engine->module);
+    }
+    if (engine->stream != NULL) {
+        (void)api->cuStreamDestroy_v2(engine->stream);
+    }
+    arl_cuda_device_leave(&engine->device, entered);
+    engine->module = NULL;
+    engine->stream = NULL;
+    arl_cuda_device_close(&engine->device);
+}
+
+/* ---- waiting -------------------------------------------------------------------------------- */
+
+typedef struct stream_wait {
+    const arl_cuda_api_t *api;
+    arl_cu_stream_t stream;
+    arl_cu_result_t result;
+    bool (*alive)(void *context);
+    void *context;
+} stream_wait_t;
+
+static bool
+stream_ready(void *context)
+{
+    stream_wait_t *wait = context;
+
+    wait->result = wait->api->cuStreamQuery(wait->stream);
+    return wait->result != ARL_CUDA_ERROR_NOT_READY;
+}
+
+static bool
+stream_peer_alive(void *context)
+{
+    const stream_wait_t *wait = context;
+
+    return wait->alive(wait->context);
+}
+
+arl_status_t
+arl_cuda_stream_wait(const arl_cuda_device_t *device, arl_cu_stream_t stream,
+                     arl_deadline_t *deadline, bool (*alive)(void *context), void *context,
+                     const char *what, arl_error_t *err)
+{
+    stream_wait_t wait = {.api = device->api, .stream = stream, .alive = alive, .context = context};
+    arl_status_t status = arl_cuda_device_push(device, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    status = arl_deadline_wait_spinning(deadline, SPIN_NS, stream_ready,
+                                        alive == NULL ? NULL : stream_peer_alive, &wait);
+    arl_cuda_device_pop(device);
+    switch (status) {
+    case ARL_OK:
+        break;
+    case ARL_ERR_TIMEOUT:
+        return arl_error_set(err, status, "wait for device",
+                             "%s: not done on device %d (%s) after %.3g s; is other work in front "
+                             "of it, or the device hung?",
+                             what, device->ordinal, device->name, arl_deadline_elapsed_s(deadline));
+    case ARL_ERR_PEER_LOST:
+        return arl_error_set(err, status, "wait for device",
+                             "%s: the other side went away after %.3g s", what,
+                             arl_deadline_elapsed_s(deadline));
+    default:
+        return arl_error_set(err, status, "wait for device", "%s: interrupted after %.3g s", what,
+                             arl_deadline_elapsed_s(deadline));
+    }
+    if (wait.result != ARL_CUDA_SUCCESS) {
+        return arl_cuda_error_set(device->api, err, ARL_ERR_SYNC, wait.result, "cuStreamQuery",
+                                  "%s on device %d (%s)", what, device->ordinal, device->name);
+    }
+    return ARL_OK;
+}
+
+arl_status_t
+arl_cuda_engine_follow(const arl_cuda_engine_t *engine, arl_cu_stream_t stream, arl_error_t *err)
+{
+    const arl_cuda_api_t *api = engine->device.api;
+    const char *step = "cuEventCreate";
+    arl_cu_event_t event = NULL;
+    arl_cu_result_t result;
+    arl_status_t status = arl_cuda_device_push(&engine->device, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    result = api->cuEventCreate(&event, ARL_CUDA_EVENT_DISABLE_TIMING);
+    if (result == ARL_CUDA_SUCCESS) {
+        step = "cuEventRecord";
+        result = api->cuEventRecord(event, stream);
+        if (result == ARL_CUDA_SUCCESS) {
+            step = "cuStreamWaitEvent";
+            result = api->cuStreamWaitEvent(engine->stream, event, 0);
+        }
+        (void)api->cuEventDestroy_v2(event); /* the driver keeps it until it is reached */
+    }
+    if (result != ARL_CUDA_SUCCESS) {
+        status = arl_cuda_error_set(api, err, ARL_ERR_SYNC, result, step,
+                                    "ordering after the caller's stream on device %d (%s); does "
+                                    "the stream belong to this device?",
+                                    engine->device.ordinal, engine->device.name);
+    }
+    arl_cuda_device_pop(&engine->device);
+    return status;
+}
+
+/* ---- prepared plans ------------------------------------------------------------------------- */
+
+struct arl_cuda_plan {
+    const arl_cuda_engine_t *engine;
+    uint32_t base_count;
+    uintptr_t *bases; /* of the last run; the upload reads it, so it lives as long as the plan */
+    bool bases_known;
+
+    /* With kernels: one allocation that holds all the tables. */
+    arl_cu_ptr_t memory;
+    size_t memory_bytes;
+    arl_cu_ptr_t segments, strided, items, device_bases;
+    uint32_t segment_count, item_count;
+
+    /* Without: the copies, and the graph made of them for the last bases. */
+    arl_copy_t *copies;
+    int64_t copy_count;
+    arl_cu_graph_exec_t graph;
+};
+
+static arl_status_t
+plan_check(const arl_copy_t *copies, int64_t count, uint32_t base_count, arl_error_t *err)
+{
+    for (int64_t i = 0; i < count; i++) {
+        if (copies[i].alloc >= base_count) {
+            return arl_error_set(err, ARL_ERR_VALUE, "prepare copies",
+                                 "copy %lld reads from allocation %u of %u", (long long)i,
+                                 copies[i].alloc, base_count);
+        }
+        if (copies[i].run_bytes <= 0 || copies[i].ndim < 0 || copies[i].ndim > ARL_VIEW_DIMS_MAX) {
+            return arl_error_set(err, ARL_ERR_VALUE, "prepare copies",
+                                 "copy %lld has runs of %lld bytes over %d dimensions",
+                                 (long long)i, (long long)copies[i].run_bytes, copies[i].ndim);
+        }
+    }
+    return ARL_OK;
+}
+
+static size_t
+align_up(size_t value)
+{
+    return (value + 255) & ~(size_t)255;
+}
+
+/* Device memory for the tables, and the tables into it. */
+static arl_status_t
+plan_upload(arl_cuda_plan_t *plan, const arl_cuda_tables_t *tables, arl_deadline_t *deadline,
+            arl_error_t *err)
+{
+    const arl_cuda_engine_t *engine = plan->engine;
+    const arl_cuda_api_t *api = engine->device.api;
+    const struct {
+        const void *from;
+        size_t size;
+        arl_cu_ptr_t *to;
+    } parts[] = {
+        {tables->segments, tables->segment_count * sizeof(*tables->segments), &plan->segments},
+        {tables->strided, tables->strided_count * sizeof(*tables->strided), &plan->strided},
+        {tables->items, tables->item_count * sizeof(*tables->items), &plan->items},
+        {NULL, plan->base_count * sizeof(*plan->bases), &plan->device_bases},
+    };
+    enum { PARTS = sizeof(parts) / sizeof(parts[0]) };
+    const char *step = "cuMemAlloc";
+    arl_cu_result_t result;
+    arl_status_t status;
+
+    for (size_t i = 0; i < PARTS; i++) {
+        plan->memory_bytes += align_up(parts[i].size);
+    }
+    if (plan->memory_bytes == 0) { /* nothing to copy, from nowhere */
+        return ARL_OK;
+    }
+    result = api->cuMemAlloc_v2(&plan->memory, plan->memory_bytes);
+    if (result != ARL_CUDA_SUCCESS) {
+        plan->memory = 0;
+    }
+    for (size_t i = 0, offset = 0; i < PARTS && result == ARL_CUDA_SUCCESS; i++) {
+        *parts[i].to = plan->memory + offset;
+        offset += align_up(parts[i].size);
+        if (parts[i].from != NULL && parts[i].size > 0) {
+            step = "cuMemcpyAsync";
+            result = api->cuMemcpyAsync(*parts[i].to, (arl_cu_ptr_t)parts[i].from, parts[i].size,
+                                        engine->stream);
+        }
+    }
+    if (result != ARL_CUDA_SUCCESS) {
+        return arl_cuda_error_set(api, err, ARL_ERR_SYNC, result, step,
+                                  "%zu bytes of copy tables on device %d (%s)", plan->memory_bytes,
+                                  engine->device.ordinal, engine->device.name);
+    }
+    plan->segment_count = (uint32_t)tables->segment_count;
+    plan->item_count = (uint32_t)tables->item_count;
+    /* The host's tables are freed next, so they must have been read. */
+    status = arl_cuda_stream_wait(&engine->device, engine->stream, deadline, NULL, NULL,
+                                  "upload of the copy tables", err);
+    if (status == ARL_ERR_TIMEOUT) {
+        plan->memory = 0; /* freeing waits for the device; one that hangs keeps its memory */
+    }
+    return status;
+}
+
+static arl_status_t
+plan_fill(arl_cuda_plan_t *plan, const arl_copy_t *copies, int64_t count, arl_deadline_t *deadline,
+          arl_error_t *err)
+{
+    arl_cuda_tables_t tables = {0};
+    arl_status_t status;
+
+    if (plan->engine->module == NULL) { /* the graph is made for the bases of each run */
+        plan->copies = malloc((size_t)(count > 0 ? count : 1) * sizeof(*copies));
+        if (plan->copies == NULL) {
+            return arl_error_set_errno(err, "prepare copies", errno, "%lld copies",
+                                       (long long)count);
+        }
+        if (count > 0) {
+            memcpy(plan->copies, copies, (size_t)count * sizeof(*copies));
+        }
+        plan->copy_count = count;
+        return ARL_OK;
+    }
+    status = arl_cuda_tables_build(&tables, copies, count, err);
+    if (status == ARL_OK) {
+        status = arl_cuda_device_push(&plan->engine->device, err);
+    }
+    if (status == ARL_OK) {
+        status = plan_upload(plan, &tables, deadline, err);
+        arl_cuda_device_pop(&plan->engine->device);
+    }
+    arl_cuda_tables_free(&tables);
+    return status;
+}
+
+arl_status_t
+arl_cuda_plan_create(const arl_cuda_engine_t *engine, const arl_copy_t *copies, int64_t count,
+                     uint32_t base_count, arl_deadline_t *deadline, arl_cuda_plan_t **plan_p,
+                     arl_error_t *err)
+{
+    arl_cuda_plan_t *plan;
+    arl_status_t status = plan_check(copies, count, base_count, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    plan = calloc(1, sizeof(*plan));
+    if (plan != NULL) {
+        plan->bases = calloc(base_count > 0 ? base_count : 1, sizeof(*plan->bases));
+    }
+    if (plan == NULL || plan->bases == NULL) {
+        free(plan);
+        return arl_error_set_errno(err, "prepare copies", errno, "%u bases", base_count);
+    }
+    plan->engine = engine;
+    plan->base_count = base_count;
+    status = plan_fill(plan, copies, count, deadline, err);
+    if (status != ARL_OK) {
+        arl_cuda_plan_free(plan);
+        return status;
+    }
+    *plan_p = plan;
+    return ARL_OK;
+}
+
+static unsigned int
+grid_size(const arl_cuda_engine_t *engine, uint32_t work)
+{
+    const unsigned int most = (unsigned int)engine->device.sm_count * engine->blocks_per_sm;
+
+    return work < most ? work : most;
+}
+
+/* Returns the name of the call that failed. */
+static const char *
+plan_launch(const arl_cuda_plan_t *plan, arl_cu_stream_t stream, arl_cu_result_t *result)
+{
+    const arl_cuda_engine_t *engine = plan->engine;
+    const arl_cuda_api_t *api = engine->device.api;
+    arl_cu_ptr_t segments = plan->segments, strided = plan->strided, items = plan->items;
+    arl_cu_ptr_t bases = plan->device_bases;
+    uint32_t segment_count = plan->segment_count, item_count = plan->item_count;
+
+    *result = ARL_CUDA_SUCCESS;
+    if (segment_count > 0) {
+        void *params[] = {&segments, &bases, &segment_count};
+
+        *result = api->cuLaunchKernel(engine->copy_segments, grid_size(engine, segment_count), 1, 1,
+                                      engine->threads, 1, 1, 0, stream, params, NULL);
+    }
+    if (item_count > 0 && *result == ARL_CUDA_SUCCESS) {
+        void *params[] = {&strided, &items, &bases, &item_count};
+
+        *result = api->cuLaunchKernel(engine->copy_strided, grid_size(engine, item_count), 1, 1,
+                                      engine->threads, 1, 1, 0, stream, params, NULL);
+    }
+    return "cuLaunchKernel";
+}
+
+static const char *
+plan_run_kernels(arl_cuda_plan_t *plan, arl_cu_stream_t stream, bool bases_changed,
+                 arl_cu_result_t *result)
+{
+    if (bases_changed) {
+        /* Small and from pageable memory: the driver has taken a copy when this returns. */
+        *result = plan->engine->device.api->cuMemcpyAsync(
+            plan->device_bases, (arl_cu_ptr_t)plan->bases, plan->base_count * sizeof(*plan->bases),
+            stream);
+        if (*result != ARL_CUDA_SUCCESS) {
+            return "cuMemcpyAsync";
+        }
+    }
+    return plan_launch(plan, stream, result);
+}
+
+static arl_status_t
+plan_run_graph(arl_cuda_plan_t *plan, arl_cu_stream_t stream, bool bases_changed, arl_error_t *err)
+{
+    const arl_cuda_device_t *device = &plan->engine->device;
+    arl_cu_result_t result;
+
+    if (bases_changed && plan->graph != NULL) {
+        (void)device->api->cuGraphExecDestroy(plan->graph); /* a new one is made in any case */
+        plan->graph = NULL;
+    }
+    if (plan->graph == NULL) {
+        arl_status_t status = arl_cuda_graph_build(device, plan->copies, plan->copy_count,
+                                                   plan->bases, &plan->graph, err);
+
+        if (status != ARL_OK) {
+            return status;
+        }
+    }
+    result = device->api->cuGraphLaunch(plan->graph, stream);
+    if (result != ARL_CUDA_SUCCESS) {
+        return arl_cuda_error_set(device->api, err, ARL_ERR_SYNC, result, "cuGraphLaunch",
+                                  "%lld copies on device %d (%s)", (long long)plan->copy_count,
+                                  device->ordinal, device->name);
+    }
+    return ARL_OK;
+}
+
+static arl_status_t
+plan_set_bases(arl_cuda_plan_t *plan, const uintptr_t *bases, bool *changed_p, arl_error_t *err)
+{
+    const size_t size = plan->base_count * sizeof(*bases);
+
+    for (uint32_t i = 0; i < plan->base_count; i++) {
+        if ((bases[i] & 15) != 0) { /* the units of the strided kernel rely on it */
+            return arl_error_set(err, ARL_ERR_VALUE, "run copies",
+                                 "allocation %u begins at 0x%llx, which is not 16-byte aligned", i,
+                                 (unsigned long long)bases[i]);
+        }
+    }
+    *changed_p = size > 0 && (!plan->bases_known || memcmp(plan->bases, bases, size) != 0);
+    if (*changed_p) {
+        memcpy(plan->bases, bases, size);
+        plan->bases_known = false; /* until the device has them too */
+    }
+    return ARL_OK;
+}
+
+arl_status_t
+arl_cuda_plan_run(arl_cuda_plan_t *plan, const uintptr_t *bases, arl_cu_stream_t stream,
+                  arl_error_t *err)
+{
+    const arl_cuda_device_t *device = &plan->engine->device;
+    arl_cu_result_t result = ARL_CUDA_SUCCESS;
+    bool changed;
+    arl_status_t status = plan_set_bases(plan, bases, &changed, err);
+
+    if (status == ARL_OK) {
+        status = arl_cuda_device_push(device, err);
+    }
+    if (status != ARL_OK) {
+        return status;
+    }
+    if (plan->engine->module == NULL) {
+        status = plan_run_graph(plan, stream, changed, err);
+    }
+    else {
+        const char *step = plan_run_kernels(plan, stream, changed, &result);
+
+        if (result != ARL_CUDA_SUCCESS) {
+            status = arl_cuda_error_set(device->api, err, ARL_ERR_SYNC, result, step,
+                                        "%u segments and %u strided items on device %d (%s)",
+                                        plan->segment_count, plan->item_count, device->ordinal,
+                                        device->name);
+        }
+    }
+    arl_cuda_device_pop(device);
+    plan->bases_known = status == ARL_OK;
+    return status;
+}
+
+const char *
+arl_cuda_plan_kind(const arl_cuda_plan_t *plan)
+{
+    if (plan->engine->module == NULL) {
+        return "graph";
+    }
+    return plan->item_count == 0 ? "segments" : "segments+strided";
+}
+
+size_t
+arl_cuda_plan_table_bytes(const arl_cuda_plan_t *plan)
+{
+    return plan->memory_bytes;
+}
+
+void
+arl_cuda_plan_free(arl_cuda_plan_t *plan)
+{
+    if (plan == NULL) {
+        return;
+    }
+    if (plan->memory != 0 || plan->graph != NULL) {
+        const arl_cuda_api_t *api = plan->engine->device.api;
+        const bool entered = arl_cuda_device_enter(&plan->engine->device);
+
+        if (plan->memory != 0) {
+            (void)api->cuMemFree_v2(plan->memory); /* nobody to tell, nothing else to try */
+        }
+        if (plan->graph != NULL) {
+            (void)api->cuGraphExecDestroy(plan->graph);
+        }
+        arl_cuda_device_leave(&plan->engine->device, entered);
+    }
+    free(plan->copies);
+    free(plan->bases);
+    free(plan);
+}

@@ -1,0 +1,240 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The C layers as ctypes likes them: handles, numbers, and one error per thread. Built by
+ * __init__.py together with csrc/core and csrc/transport.
+ */
+#include "core/arl_plan.h"
+#include "transport/cuda_copy.h"
+#include "transport/nccl_api.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+static _Thread_local arl_error_t error;
+
+EXPORT const char *shim_error_text(void);
+EXPORT const char *shim_error_code(void);
+EXPORT const char *shim_error_operation(void);
+EXPORT int shim_cuda_load(void);
+EXPORT int shim_nccl_load(void);
+EXPORT const char *shim_found(int nccl, int field);
+EXPORT void shim_add_root(const char *folder);
+EXPORT int shim_pointer_query(const void *pointer, arl_cuda_pointer_t *info_p);
+EXPORT int shim_open_uuid(const unsigned char *uuid);
+EXPORT arl_cuda_engine_t *shim_engine_open(int ordinal, unsigned threads, unsigned blocks);
+EXPORT void shim_engine_close(arl_cuda_engine_t *engine);
+EXPORT void shim_engine_drop_kernels(arl_cuda_engine_t *engine);
+EXPORT const char *shim_engine_fallback(const arl_cuda_engine_t *engine);
+EXPORT void *shim_engine_stream(const arl_cuda_engine_t *engine);
+EXPORT int shim_engine_follow(const arl_cuda_engine_t *engine, void *stream);
+EXPORT int shim_wait(const arl_cuda_engine_t *engine, void *stream, double seconds);
+EXPORT int64_t shim_shape(arl_copy_t *copy_p, size_t itemsize, int ndim, const int64_t *shape,
+                          const int64_t *src_strides, const int64_t *dst_strides);
+EXPORT arl_cuda_plan_t *shim_plan_create(const arl_cuda_engine_t *engine, const arl_copy_t *copies,
+                                         int64_t count, uint32_t base_count, double seconds);
+EXPORT int shim_plan_run(arl_cuda_plan_t *plan, const uintptr_t *bases, void *stream);
+EXPORT const char *shim_plan_kind(const arl_cuda_plan_t *plan);
+EXPORT size_t shim_plan_table_bytes(const arl_cuda_plan_t *plan);
+EXPORT void shim_plan_free(arl_cuda_plan_t *plan);
+EXPORT int shim_checksum(const arl_cuda_engine_t *engine, const arl_view_t *views, int64_t count,
+                         double seconds, uint64_t *sums);
+
+static arl_error_t *
+fresh(void)
+{
+    arl_error_clear(&error);
+    return &error;
+}
+
+const char *
+shim_error_text(void)
+{
+    return error.text;
+}
+
+const char *
+shim_error_code(void)
+{
+    return arl_status_name(error.code);
+}
+
+const char *
+shim_error_operation(void)
+{
+    return error.operation;
+}
+
+int
+shim_cuda_load(void)
+{
+    const arl_cuda_api_t *api;
+
+    return arl_cuda_load(&api, fresh());
+}
+
+int
+shim_nccl_load(void)
+{
+    const arl_nccl_api_t *api;
+
+    return arl_nccl_load(&api, fresh());
+}
+
+const char *
+shim_found(int nccl, int field)
+{
+    const arl_library_found_t *found = nccl ? arl_nccl_found() : arl_cuda_found();
+
+    if (found == NULL) {
+        return NULL;
+    }
+    return field == 0 ? found->path : field == 1 ? found->how : found->version_text;
+}
+
+void
+shim_add_root(const char *folder)
+{
+    arl_library_add_root(folder);
+}
+
+int
+shim_pointer_query(const void *pointer, arl_cuda_pointer_t *info_p)
+{
+    const arl_cuda_api_t *api;
+    arl_status_t status = arl_cuda_load(&api, fresh());
+
+    return status != ARL_OK ? status
+                            : arl_cuda_pointer_query(api, pointer, "weight", info_p, &error);
+}
+
+int
+shim_open_uuid(const unsigned char *uuid)
+{
+    arl_cuda_device_t device = {0};
+    arl_status_t status = arl_cuda_device_open_uuid(uuid, &device, fresh());
+    const int ordinal = device.ordinal;
+
+    arl_cuda_device_close(&device);
+    arl_cuda_device_close(&device); /* twice is fine */
+    return status == ARL_OK ? ordinal : status;
+}
+
+arl_cuda_engine_t *
+shim_engine_open(int ordinal, unsigned threads, unsigned blocks)
+{
+    arl_cuda_engine_t *engine = calloc(1, sizeof(*engine));
+
+    if (engine == NULL || arl_cuda_engine_open(ordinal, engine, fresh()) != ARL_OK) {
+        free(engine);
+        return NULL;
+    }
+    engine->threads = threads > 0 ? threads : engine->threads;
+    engine->blocks_per_sm = blocks > 0 ? blocks : engine->blocks_per_sm;
+    return engine;
+}
+
+void
+shim_engine_close(arl_cuda_engine_t *engine)
+{
+    arl_cuda_engine_close(engine);
+    arl_cuda_engine_close(engine);
+    free(engine);
+}
+
+/* As if they had not loaded; plans made before must be gone. */
+void
+shim_engine_drop_kernels(arl_cuda_engine_t *engine)
+{
+    const bool entered = arl_cuda_device_enter(&engine->device);
+
+    (void)engine->device.api->cuModuleUnload(engine->module);
+    arl_cuda_device_leave(&engine->device, entered);
+    engine->module = NULL;
+}
+
+const char *
+shim_engine_fallback(const arl_cuda_engine_t *engine)
+{
+    return engine->fallback_reason;
+}
+
+void *
+shim_engine_stream(const arl_cuda_engine_t *engine)
+{
+    return engine->stream;
+}
+
+int
+shim_engine_follow(const arl_cuda_engine_t *engine, void *stream)
+{
+    return arl_cuda_engine_follow(engine, stream, fresh());
+}
+
+int
+shim_wait(const arl_cuda_engine_t *engine, void *stream, double seconds)
+{
+    arl_deadline_t deadline;
+
+    arl_deadline_start(&deadline, seconds);
+    return arl_cuda_stream_wait(&engine->device, stream, &deadline, NULL, NULL, "the copy",
+                                fresh());
+}
+
+int64_t
+shim_shape(arl_copy_t *copy_p, size_t itemsize, int ndim, const int64_t *shape,
+           const int64_t *src_strides, const int64_t *dst_strides)
+{
+    return arl_copy_shape(copy_p, itemsize, ndim, shape, src_strides, dst_strides)
+               ? arl_copy_bytes(copy_p)
+               : 0;
+}
+
+arl_cuda_plan_t *
+shim_plan_create(const arl_cuda_engine_t *engine, const arl_copy_t *copies, int64_t count,
+                 uint32_t base_count, double seconds)
+{
+    arl_cuda_plan_t *plan = NULL;
+    arl_deadline_t deadline;
+
+    arl_deadline_start(&deadline, seconds);
+    return arl_cuda_plan_create(engine, copies, count, base_count, &deadline, &plan, fresh()) ==
+                   ARL_OK
+               ? plan
+               : NULL;
+}
+
+int
+shim_plan_run(arl_cuda_plan_t *plan, const uintptr_t *bases, void *stream)
+{
+    return arl_cuda_plan_run(plan, bases, stream, fresh());
+}
+
+const char *
+shim_plan_kind(const arl_cuda_plan_t *plan)
+{
+    return arl_cuda_plan_kind(plan);
+}
+
+size_t
+shim_plan_table_bytes(const arl_cuda_plan_t *plan)
+{
+    return arl_cuda_plan_table_bytes(plan);
+}
+
+void
+shim_plan_free(arl_cuda_plan_t *plan)
+{
+    arl_cuda_plan_free(plan);
+}
+
+int
+shim_checksum(const arl_cuda_engine_t *engine, const arl_view_t *views, int64_t count,
+              double seconds, uint64_t *sums)
+{
+    arl_deadline_t deadline;
+
+    arl_deadline_start(&deadline, seconds);
+    return arl_cuda_checksum(engine, views, count, &deadline, sums, fresh());
+}
