@@ -7,6 +7,8 @@ for the whole batch in torch. Ceilings: a copy of the output into fresh memory, 
 by all, a copy into memory that is already mapped, and the first touch of fresh memory alone.
 "Fresh" means newly mapped for each run, with huge pages advised, as the kernels' outputs are.
 
+`--scaling` adds the largest int64 batch with 1, 2, 4, … threads, each count in its own process.
+
 Prompts and responses have uniform lengths from an eighth of their width up, so a little under
 half of the output is padding. GB/s counts the bytes of the output once.
 """
@@ -14,6 +16,11 @@ half of the output is padding. GB/s counts the bytes of the output once.
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,6 +71,17 @@ def make_batch(rows: int, prompt_width: int, response_width: int, dtype: torch.d
     out = torch.full(mask.shape, PAD, dtype=dtype)
     out[mask.bool()] = values
     return Batch(rows, prompt_width, response_width, prompts, responses, offsets, values, mask, out)
+
+
+def pad_ours(b: Batch) -> tuple[torch.Tensor, int, int]:
+    return arctic_rl_c.pad_prompt_response(
+        b.nested,
+        b.prompts,
+        b.responses,
+        pad_value=PAD,
+        prompt_width=b.prompt_width,
+        response_width=b.response_width,
+    )
 
 
 # ---- competitors --------------------------------------------------------------------------------
@@ -125,32 +143,48 @@ def touch_fresh_all(source: torch.Tensor) -> object:
     return torch.from_numpy(fresh(source)).fill_(PAD)
 
 
-def ceilings(output: torch.Tensor) -> Variants:
+def ceilings(output: torch.Tensor, mask: torch.Tensor | None) -> Variants:
     warm = torch.from_numpy(fresh(output)).fill_(1)
-    return {
+    found: Variants = {
         "copy to fresh, all threads": lambda: copy_fresh_all(output),
         "copy to fresh, one thread": lambda: copy_fresh_one(output),
         "copy to warm, all threads": lambda: warm.copy_(output),
         "fill fresh, all threads": lambda: touch_fresh_all(output),
     }
+    if mask is not None:
+        found["read the mask, all threads"] = mask.max
+        found["read the mask, one thread"] = mask.numpy().max
+    return found
 
 
 # ---- sections -----------------------------------------------------------------------------------
 
 
 def section(
-    title: str, variants: Variants, output: torch.Tensor, args: argparse.Namespace
+    title: str,
+    variants: Variants,
+    output: torch.Tensor,
+    args: argparse.Namespace,
+    mask: torch.Tensor | None = None,
 ) -> common.Section:
+    """`mask` is given where the kernel has to read it, too."""
     size = output.numel() * output.element_size()
-    results = common.compare({**variants, **ceilings(output)}, args, nbytes=size)
-    found = common.Section(f"{title}, output {size / 2**20:.0f} MiB", results, baseline="ours")
-    copies = [r.median for r in results if r.name.startswith("copy to fresh")]
-    slow = [r.median for r in results if r.name.endswith("rows")]
-    if slow:
-        found.facts["faster than row by row"] = f"{slow[0] / results[0].median:.1f} x"
-    found.facts["time over the better copy to fresh memory"] = (
-        f"{results[0].median / min(copies):.2f} x"
-    )
+    results = common.compare({**variants, **ceilings(output, mask)}, args, nbytes=size)
+    found = common.Section(f"{title}, output {size / 1e6:.1f} MB", results, baseline="ours")
+    medians = {result.name: result.median for result in results}
+    ours = medians["ours"]
+
+    def least(what: str) -> float:
+        return min(time for name, time in medians.items() if name.startswith(what))
+
+    floor = least("copy to fresh")
+    floor_name = "the better copy to fresh memory"
+    if mask is not None:
+        floor += least("read the mask")
+        floor_name += " + one read of the mask"
+    if "torch rows" in medians:
+        found.facts["row by row / ours"] = f"{medians['torch rows'] / ours:.1f}"
+    found.facts[f"ours / ({floor_name})"] = f"{ours / floor:.2f}"
     return found
 
 
@@ -158,14 +192,7 @@ def pad_sections(b: Batch, title: str, args: argparse.Namespace) -> list[common.
     prompts = b.out[:, : b.prompt_width]
     responses = b.out[:, b.prompt_width :]
     lengths: Variants = {
-        "ours": lambda: arctic_rl_c.pad_prompt_response(
-            b.nested,
-            b.prompts,
-            b.responses,
-            pad_value=PAD,
-            prompt_width=b.prompt_width,
-            response_width=b.response_width,
-        ),
+        "ours": lambda: pad_ours(b),
         "torch rows": lambda: pad_rows(b),
         "torch scatter": lambda: pad_scatter(b),
     }
@@ -179,7 +206,7 @@ def pad_sections(b: Batch, title: str, args: argparse.Namespace) -> list[common.
     assert torch.equal(pad_rows(b), b.out)
     return [
         section(f"pad_prompt_response {title}", lengths, b.out, args),
-        section(f"pad_prompt_response {title}, lengths from the mask", masked, b.out, args),
+        section(f"pad_prompt_response {title}, lengths from the mask", masked, b.out, args, b.mask),
     ]
 
 
@@ -204,13 +231,45 @@ def make_jagged_section(b: Batch, title: str, args: argparse.Namespace) -> commo
     }
     assert torch.equal(variants["ours"]().values(), b.values)  # type: ignore[attr-defined]
     assert torch.equal(unpad_rows(b), b.values)
-    return section(f"make_jagged {title}", variants, b.values, args)
+    return section(f"make_jagged {title}", variants, b.values, args, b.mask)
+
+
+def scaling_section(args: argparse.Namespace) -> common.Section:
+    """The largest int64 batch by number of threads."""
+    rows, prompt_width, response_width = SIZES[0] if args.quick else SIZES[-1]
+    counts = [1]
+    while counts[-1] * 2 <= common.cpu_count():
+        counts.append(counts[-1] * 2)
+    results = []
+    for count in counts:
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            command = [sys.executable, __file__, "--one", "--json", file.name]
+            command += ["--repeats", str(args.repeats)] + (["--quick"] if args.quick else [])
+            environment = {**os.environ, "ARCTIC_RL_C_THREADS": str(count)}
+            subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+            data = json.loads(file.read())
+        found = data["sections"][0]["results"][0]
+        results.append(common.Result(f"{count} threads", found["seconds"], found["nbytes"]))
+    title = f"pad_prompt_response {rows} x ({prompt_width} + {response_width}) int64, by threads"
+    return common.Section(title, results, baseline=results[-1].name)
+
+
+def one_section(args: argparse.Namespace) -> common.Section:
+    """What one process of the scaling section measures: ours alone."""
+    b = make_batch(*(SIZES[0] if args.quick else SIZES[-1]), torch.int64)
+    results = common.compare({"ours": lambda: pad_ours(b)}, args, nbytes=b.out.numel() * 8)
+    return common.Section("ours", results, baseline="ours")
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--pad-only", action="store_true", help="pad_prompt_response alone")
+    parser.add_argument("--scaling", action="store_true", help="add times by number of threads")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.one:
+        common.report("padding by threads", [one_section(args)], args)
+        return
     sections = []
     for rows, prompt_width, response_width in SIZES[:1] if args.quick else SIZES:
         for dtype in DTYPES:
@@ -221,6 +280,8 @@ def main() -> None:
             if not args.pad_only:
                 sections.append(left_pad_section(batch, title, args))
                 sections.append(make_jagged_section(batch, title, args))
+    if args.scaling:
+        sections.append(scaling_section(args))
     common.report("padding", sections, args)
 
 
