@@ -12,8 +12,7 @@
 #include <string.h>
 
 enum {
-    SPLIT_BYTES = 1 << 20,     /* below this, waking a thread costs more than it saves */
-    THREAD_BYTES = 512 * 1024, /* least work worth one more thread */
+    THREAD_BYTES = 2 << 20,    /* least work worth one more thread: a few hundred microseconds */
     PIECES_PER_THREAD = 4,     /* evens out rows of unequal length and cores that are busy */
     DEFAULT_MAX = 32,          /* memory is saturated long before; an explicit number may pass it */
 };
@@ -390,7 +389,7 @@ arl_parallel_for(int64_t count, int64_t nbytes, arl_task_fn task, void *context)
     if (count <= 0) {
         return;
     }
-    if (threads < 2 || nbytes < SPLIT_BYTES || pthread_mutex_trylock(&gate) != 0) {
+    if (threads < 2 || pthread_mutex_trylock(&gate) != 0) {
         task(context, 0, count);
         return;
     }

@@ -122,8 +122,8 @@ def batch_numpy_forms() -> Case:
     )
     gap = mask.copy()
     gap[3, 2] = 0
-    wide = np.zeros((64, 2048))
-    like = (np.zeros(64 * 2048), np.arange(65) * 2048)
+    wide = np.zeros((256, 2048))
+    like = (np.zeros(256 * 2048), np.arange(257) * 2048)
     ones = np.ones(wide.shape, np.int64)
 
     def call() -> None:
