@@ -346,57 +346,42 @@ arl_cuda_device_leave(const arl_cuda_device_t *device, bool entered)
 
 /* ---- pointers ------------------------------------------------------------------------------- */
 
-static bool
-pointer_flag(const arl_cuda_api_t *api, arl_cu_pointer_attribute_t attribute, arl_cu_ptr_t pointer)
-{
-    /* The driver writes an int for some flags and a single byte for others. */
-    unsigned int value = 0;
-
-    return api->cuPointerGetAttribute(&value, attribute, pointer) == ARL_CUDA_SUCCESS && value != 0;
-}
-
 arl_status_t
 arl_cuda_pointer_query(const arl_cuda_api_t *api, const void *pointer, const char *what,
                        arl_cuda_pointer_t *info_p, arl_error_t *err)
 {
-    const arl_cu_ptr_t address = (arl_cu_ptr_t)pointer;
-    arl_cuda_pointer_t info = {0};
-    arl_cu_ptr_t base = 0;
-    unsigned int type = 0;
-    unsigned long long id = 0;
-    arl_cu_result_t result;
+    /* One call for all of them. Flags are a byte or an int, by attribute: zeroed, either works. */
+    unsigned int type = 0, managed = 0, legacy_ipc = 0;
+    unsigned long long base = 0, id = 0;
+    int ordinal = -1;
+    size_t size = 0;
+    arl_cu_pointer_attribute_t attributes[] = {
+        ARL_CUDA_POINTER_MEMORY_TYPE,        ARL_CUDA_POINTER_DEVICE_ORDINAL,
+        ARL_CUDA_POINTER_BUFFER_ID,          ARL_CUDA_POINTER_RANGE_START,
+        ARL_CUDA_POINTER_RANGE_SIZE,         ARL_CUDA_POINTER_IS_MANAGED,
+        ARL_CUDA_POINTER_LEGACY_IPC_CAPABLE,
+    };
+    void *data[] = {&type, &ordinal, &id, &base, &size, &managed, &legacy_ipc};
+    const arl_cu_result_t result = api->cuPointerGetAttributes(
+        sizeof(attributes) / sizeof(attributes[0]), attributes, data, (arl_cu_ptr_t)pointer);
 
-    result = api->cuPointerGetAttribute(&type, ARL_CUDA_POINTER_MEMORY_TYPE, address);
-    if (result == ARL_CUDA_SUCCESS && type != ARL_CUDA_MEMORY_DEVICE) {
+    if (result != ARL_CUDA_SUCCESS) {
+        return arl_cuda_error_set(api, err, ARL_ERR_VALUE, result, "cuPointerGetAttributes",
+                                  "%s at 0x%" PRIxPTR, what, (uintptr_t)pointer);
+    }
+    if (type != ARL_CUDA_MEMORY_DEVICE && managed == 0) {
         return arl_error_set(err, ARL_ERR_VALUE, "query pointer",
-                             "%s: 0x%" PRIxPTR " is host memory (type %u), device memory is needed",
+                             "%s: 0x%" PRIxPTR " is not memory of a CUDA device (memory type %u); "
+                             "was it freed, or is it asleep (unmapped)?",
                              what, (uintptr_t)pointer, type);
     }
-    if (result == ARL_CUDA_SUCCESS) {
-        result =
-            api->cuPointerGetAttribute(&info.ordinal, ARL_CUDA_POINTER_DEVICE_ORDINAL, address);
-    }
-    if (result == ARL_CUDA_SUCCESS) {
-        result = api->cuPointerGetAttribute(&id, ARL_CUDA_POINTER_BUFFER_ID, address);
-    }
-    if (result == ARL_CUDA_SUCCESS) {
-        result = api->cuPointerGetAttribute(&base, ARL_CUDA_POINTER_RANGE_START, address);
-    }
-    if (result == ARL_CUDA_SUCCESS) {
-        result = api->cuPointerGetAttribute(&info.size, ARL_CUDA_POINTER_RANGE_SIZE, address);
-    }
-    if (result != ARL_CUDA_SUCCESS) {
-        return arl_cuda_error_set(api, err, ARL_ERR_VALUE, result, "query pointer",
-                                  "%s: 0x%" PRIxPTR
-                                  " is not memory of a CUDA device; was it freed, "
-                                  "or is it asleep (unmapped)?",
-                                  what, (uintptr_t)pointer);
-    }
-    info.base = (uintptr_t)base;
-    info.buffer_id = id;
-    info.managed = pointer_flag(api, ARL_CUDA_POINTER_IS_MANAGED, address);
-    info.legacy_ipc =
-        !info.managed && pointer_flag(api, ARL_CUDA_POINTER_LEGACY_IPC_CAPABLE, address);
-    *info_p = info;
+    *info_p = (arl_cuda_pointer_t){
+        .ordinal = ordinal,
+        .base = (uintptr_t)base,
+        .size = size,
+        .buffer_id = id,
+        .legacy_ipc = legacy_ipc != 0 && managed == 0,
+        .managed = managed != 0,
+    };
     return ARL_OK;
 }

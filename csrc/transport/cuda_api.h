@@ -118,8 +118,9 @@ enum {
     X(cuMemAllocHost_v2, 3020, (void **pointer, size_t size))                                      \
     X(cuMemFreeHost, 2000, (void *pointer))                                                        \
     X(cuMemGetInfo_v2, 3020, (size_t *free_bytes, size_t *total_bytes))                            \
-    X(cuPointerGetAttribute, 4000,                                                                 \
-      (void *data, arl_cu_pointer_attribute_t attribute, arl_cu_ptr_t pointer))                    \
+    X(cuPointerGetAttributes, 7000,                                                                \
+      (unsigned int count, arl_cu_pointer_attribute_t *attributes, void **data,                    \
+       arl_cu_ptr_t pointer))                                                                      \
     X(cuMemcpyAsync, 4000,                                                                         \
       (arl_cu_ptr_t dst, arl_cu_ptr_t src, size_t size, arl_cu_stream_t stream))                   \
     X(cuStreamCreate, 2000, (arl_cu_stream_t *stream, unsigned int flags))                         \

@@ -333,19 +333,21 @@ attribute_of(const fake_block_t *block, arl_cu_pointer_attribute_t attribute, vo
     }
 }
 
-FAKE_EXPORT arl_cuPointerGetAttribute_fn cuPointerGetAttribute;
+/* As the real one: a pointer that is none of ours is no error, and has no attributes. */
+FAKE_EXPORT arl_cuPointerGetAttributes_fn cuPointerGetAttributes;
 FAKE_EXPORT arl_cu_result_t
-cuPointerGetAttribute(void *data, arl_cu_pointer_attribute_t attribute, arl_cu_ptr_t pointer)
+cuPointerGetAttributes(unsigned int count, arl_cu_pointer_attribute_t *attributes, void **data,
+                       arl_cu_ptr_t pointer)
 {
     const fake_block_t *block;
-    int code = ARL_CUDA_ERROR_INVALID_VALUE;
+    int code = 0;
 
     FAKE_FAIL();
     NEED_INIT();
     (void)pthread_mutex_lock(&fake_lock);
     block = fake_block_find(pointer, 1);
-    if (block != NULL) {
-        code = attribute_of(block, attribute, data);
+    for (unsigned int i = 0; i < count && block != NULL && code == 0; i++) {
+        code = attribute_of(block, attributes[i], data[i]);
     }
     (void)pthread_mutex_unlock(&fake_lock);
     return code;

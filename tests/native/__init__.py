@@ -39,6 +39,7 @@ class Copy(ctypes.Structure):
     _fields_ = (
         ("alloc", ctypes.c_uint32),
         ("tensor", ctypes.c_uint32),
+        ("binding", ctypes.c_uint32),
         ("src_offset", ctypes.c_int64),
         ("dst", ctypes.c_void_p),
         ("run_bytes", ctypes.c_int64),
@@ -127,6 +128,9 @@ def library() -> ctypes.CDLL:
     for name in ("engine_open", "engine_stream", "plan_create"):
         getattr(lib, f"shim_{name}").restype = ctypes.c_void_p
     lib.shim_plan_table_bytes.restype = ctypes.c_size_t
+    lib.shim_sizeof.restype = ctypes.c_size_t
+    for number, struct in enumerate((Copy, View, Pointer)):
+        assert lib.shim_sizeof(number) == ctypes.sizeof(struct), f"{struct.__doc__} has changed"
     lib.shim_shape.restype = ctypes.c_int64
     return lib
 

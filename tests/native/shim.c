@@ -14,6 +14,7 @@
 
 static _Thread_local arl_error_t error;
 
+EXPORT size_t shim_sizeof(int which);
 EXPORT const char *shim_error_text(void);
 EXPORT const char *shim_error_code(void);
 EXPORT const char *shim_error_operation(void);
@@ -46,6 +47,14 @@ fresh(void)
 {
     arl_error_clear(&error);
     return &error;
+}
+
+size_t
+shim_sizeof(int which)
+{
+    return which == 0   ? sizeof(arl_copy_t)
+           : which == 1 ? sizeof(arl_view_t)
+                        : sizeof(arl_cuda_pointer_t);
 }
 
 const char *
