@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fast, dependable client side of Arctic RL for verl: batches, payloads, weight sync in C."""
 
+from arctic_rl_c import wire
 from arctic_rl_c._core import (
     ArcticError,
     ClosedError,
@@ -23,6 +24,11 @@ from arctic_rl_c._core import (
     pad_prompt_response,
     shift_predict_next,
     thread_count,
+    wire_decode_byte_chunks,
+    wire_dumps,
+    wire_encode_byte_chunks,
+    wire_loads,
+    wire_read_metadata,
 )
 from arctic_rl_c.weights import Binding, weight_norm
 
@@ -52,4 +58,10 @@ __all__ = [
     "shift_predict_next",
     "thread_count",
     "weight_norm",
+    "wire",
+    "wire_decode_byte_chunks",
+    "wire_dumps",
+    "wire_encode_byte_chunks",
+    "wire_loads",
+    "wire_read_metadata",
 ]

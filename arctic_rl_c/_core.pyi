@@ -5,7 +5,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from typing_extensions import Self
+from typing_extensions import Buffer, Self
 
 # A torch tensor, a NumPy array, or an object with __dlpack__; torch comes out as torch, all else
 # as NumPy. No common type exists that would not need torch to be installed.
@@ -150,3 +150,17 @@ def pad_prompt_response(
 ) -> tuple[_Tensor, int, int]: ...
 def shift_predict_next(nested: _Nested, /) -> _Nested: ...
 def thread_count() -> int: ...
+def wire_decode_byte_chunks(chunks: Iterable[Buffer], /) -> bytes: ...
+def wire_dumps(obj: object, metadata: dict[str, Any] | None = None) -> bytes: ...
+def wire_encode_byte_chunks(
+    frame: Buffer,
+    max_bytes: int,
+    kind: Literal["request", "result"],
+    *,
+    operation: str | None = None,
+    chunk_group_id: str | None = None,
+) -> list[bytes]: ...
+def wire_loads(
+    frame: Buffer, *, as_: Literal["auto", "torch", "numpy"] = "auto", copy: bool = True
+) -> Any: ...
+def wire_read_metadata(frame: object, /) -> dict[str, Any]: ...

@@ -73,7 +73,8 @@ fail_here(const arl_json_reader_t *reader, size_t at, const char *wanted, arl_er
 
     if (at >= reader->size) {
         return arl_error_set(err, ARL_ERR_WIRE, operation_name,
-                             "%s: ends at byte %zu where %s was expected", reader->what, at, wanted);
+                             "%s: ends at byte %zu where %s was expected", reader->what, at,
+                             wanted);
     }
     found = (unsigned char)reader->text[at];
     if (found > 0x20 && found < 0x7f) {
@@ -82,7 +83,8 @@ fail_here(const arl_json_reader_t *reader, size_t at, const char *wanted, arl_er
                              found);
     }
     return arl_error_set(err, ARL_ERR_WIRE, operation_name,
-                         "%s: byte %zu: expected %s, found 0x%02x", reader->what, at, wanted, found);
+                         "%s: byte %zu: expected %s, found 0x%02x", reader->what, at, wanted,
+                         found);
 }
 
 /* ---- scanning ----------------------------------------------------------------------------- */
@@ -662,6 +664,17 @@ put_escape(arl_text_t *text, unsigned char c)
     }
     else {
         arl_text_put(text, escape, sizeof(escape));
+    }
+}
+
+void
+arl_json_put_char(arl_text_t *text, char c)
+{
+    if ((unsigned char)c < 0x20 || c == '"' || c == '\\') {
+        put_escape(text, (unsigned char)c);
+    }
+    else {
+        arl_text_put_char(text, c);
     }
 }
 

@@ -69,8 +69,7 @@ void arl_json_start(arl_json_reader_t *reader, const char *text, size_t size, co
                     bool constants);
 
 /* The next token, or ARL_ERR_WIRE with the byte offset, what was wanted and what was found. */
-arl_status_t arl_json_next(arl_json_reader_t *reader, arl_json_token_t *token_p,
-                           arl_error_t *err);
+arl_status_t arl_json_next(arl_json_reader_t *reader, arl_json_token_t *token_p, arl_error_t *err);
 
 /* The next token, which must be of `kind`; `role` says in the message what it is for. */
 arl_status_t arl_json_take(arl_json_reader_t *reader, arl_json_kind_t kind, const char *role,
@@ -102,6 +101,16 @@ size_t arl_json_unescape(const arl_json_reader_t *reader, const arl_json_token_t
 
 /* Puts a JSON string with its quotes. Escapes quote, backslash and controls; leaves UTF-8. */
 void arl_json_put_string(arl_text_t *text, const char *utf8, size_t size);
+
+/* Puts one ASCII character of a string, escaped where it must be. */
+void arl_json_put_char(arl_text_t *text, char c);
+
+/* Bytes of a foreign name that a message repeats, as the precision of %.*s. */
+static inline int
+arl_json_quoted(size_t size)
+{
+    return size < 100 ? (int)size : 100;
+}
 
 bool arl_utf8_valid(const char *text, size_t size);
 

@@ -14,7 +14,7 @@ static const char reading[] = "wire.loads";
 typedef struct header_parser {
     arl_json_reader_t json;
     arl_wire_header_t header;
-    int64_t capacity; /* of header.tensors */
+    int64_t capacity;  /* of header.tensors */
     char *next_string; /* free end of header.strings */
     arl_error_t *err;
 } header_parser_t;
@@ -62,8 +62,8 @@ parse_metadata(header_parser_t *parser)
             string_p = &header->op;
             size_p = &header->op_size;
         }
-        status = arl_json_take(&parser->json, ARL_JSON_STRING, "a value of \"__metadata__\"", &value,
-                               parser->err);
+        status = arl_json_take(&parser->json, ARL_JSON_STRING, "a value of \"__metadata__\"",
+                               &value, parser->err);
         if (status != ARL_OK || string_p == NULL) {
             continue;
         }
@@ -84,7 +84,7 @@ static arl_status_t
 entry_fail(const header_parser_t *parser, const arl_wire_tensor_t *tensor, const char *problem)
 {
     return arl_error_set(parser->err, ARL_ERR_WIRE, reading, NOT_A_FRAME "tensor \"%.*s\": %s",
-                         arl_wire_quoted(tensor->name_size), tensor->name, problem);
+                         arl_json_quoted(tensor->name_size), tensor->name, problem);
 }
 
 /* An array of at most `limit` integers that are not negative; *count_p is how many. */
@@ -108,14 +108,14 @@ parse_sizes(header_parser_t *parser, const arl_wire_tensor_t *tensor, int limit,
         if (count == limit) {
             return arl_error_set(parser->err, ARL_ERR_WIRE, reading,
                                  NOT_A_FRAME "tensor \"%.*s\": %s has more than %d numbers",
-                                 arl_wire_quoted(tensor->name_size), tensor->name, field, limit);
+                                 arl_json_quoted(tensor->name_size), tensor->name, field, limit);
         }
         if (token.kind != ARL_JSON_INTEGER ||
             !arl_json_int64(&parser->json, &token, &values[count]) || values[count] < 0) {
             return arl_error_set(parser->err, ARL_ERR_WIRE, reading,
                                  NOT_A_FRAME "tensor \"%.*s\": %s[%d] must be an integer from 0 to "
                                              "2^63 - 1",
-                                 arl_wire_quoted(tensor->name_size), tensor->name, field, count);
+                                 arl_json_quoted(tensor->name_size), tensor->name, field, count);
         }
         count++;
     }
@@ -145,8 +145,9 @@ parse_dtype(header_parser_t *parser, arl_wire_tensor_t *tensor)
     if (tensor->dtype == ARL_DTYPE_NONE) {
         return arl_error_set(parser->err, ARL_ERR_WIRE, reading,
                              NOT_A_FRAME "tensor \"%.*s\": dtype \"%.*s\" is not known",
-                             arl_wire_quoted(tensor->name_size), tensor->name,
-                             arl_wire_quoted(token.end - token.begin), parser->json.text + token.begin);
+                             arl_json_quoted(tensor->name_size), tensor->name,
+                             arl_json_quoted(token.end - token.begin),
+                             parser->json.text + token.begin);
     }
     return ARL_OK;
 }
@@ -202,24 +203,41 @@ parse_field(header_parser_t *parser, arl_wire_tensor_t *tensor, entry_field_t fi
     }
 }
 
+/* False when the bytes overflow, also where one size is 0 and the others alone would: whoever
+ * computes strides multiplies those. */
+static bool
+sizes_fit(const arl_view_t *view)
+{
+    int64_t nbytes = (int64_t)view->itemsize;
+
+    for (int i = 0; i < view->ndim; i++) {
+        if (view->shape[i] != 0 && __builtin_mul_overflow(nbytes, view->shape[i], &nbytes)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static arl_status_t
 check_size(const header_parser_t *parser, const arl_wire_tensor_t *tensor)
 {
     arl_view_t view = {.dtype = tensor->dtype, .ndim = tensor->ndim};
-    int64_t wanted;
+    char text[96];
 
     view.itemsize = arl_dtype_size(tensor->dtype);
     memcpy(view.shape, tensor->shape, sizeof(view.shape));
-    wanted = arl_view_nbytes(&view);
-    if (wanted != tensor->nbytes) {
-        char text[96];
-
-        arl_view_describe(&view, text, sizeof(text));
+    arl_view_describe(&view, text, sizeof(text));
+    if (!sizes_fit(&view)) {
+        return arl_error_set(parser->err, ARL_ERR_WIRE, reading,
+                             NOT_A_FRAME "tensor \"%.*s\": the sizes of %s overflow",
+                             arl_json_quoted(tensor->name_size), tensor->name, text);
+    }
+    if (arl_view_nbytes(&view) != tensor->nbytes) {
         return arl_error_set(parser->err, ARL_ERR_WIRE, reading,
                              NOT_A_FRAME "tensor \"%.*s\": %s needs %lld bytes, its data_offsets "
                                          "span %lld",
-                             arl_wire_quoted(tensor->name_size), tensor->name, text, (long long)wanted,
-                             (long long)tensor->nbytes);
+                             arl_json_quoted(tensor->name_size), tensor->name, text,
+                             (long long)arl_view_nbytes(&view), (long long)tensor->nbytes);
     }
     return ARL_OK;
 }
@@ -234,8 +252,8 @@ parse_entry(header_parser_t *parser, const arl_json_token_t *name)
 
     status = take_string(parser, name, &tensor.name, &tensor.name_size);
     if (status == ARL_OK) {
-        status = arl_json_take(&parser->json, ARL_JSON_OBJECT, "a tensor's entry", &token,
-                               parser->err);
+        status =
+            arl_json_take(&parser->json, ARL_JSON_OBJECT, "a tensor's entry", &token, parser->err);
     }
     while (status == ARL_OK) {
         entry_field_t field;
@@ -313,10 +331,9 @@ parse_entries(header_parser_t *parser)
             }
         }
     }
-    return status == ARL_OK
-               ? arl_json_take(&parser->json, ARL_JSON_END, "what follows the header's object",
-                               &token, parser->err)
-               : status;
+    return status == ARL_OK ? arl_json_take(&parser->json, ARL_JSON_END,
+                                            "what follows the header's object", &token, parser->err)
+                            : status;
 }
 
 /* ---- header: the whole ---------------------------------------------------------------------- */
@@ -368,18 +385,18 @@ check_places(header_parser_t *parser, int64_t data_size)
         const arl_wire_tensor_t *tensor = &header->tensors[i];
 
         if (tensor->begin != at) {
-            return arl_error_set(parser->err, ARL_ERR_WIRE, reading,
-                                 NOT_A_FRAME "tensor \"%.*s\": its data begins at byte %lld, %s "
-                                             "byte %lld where the one before ends",
-                                 arl_wire_quoted(tensor->name_size), tensor->name, (long long)tensor->begin,
-                                 tensor->begin > at ? "leaving a hole after" : "overlapping",
-                                 (long long)at);
+            return arl_error_set(
+                parser->err, ARL_ERR_WIRE, reading,
+                NOT_A_FRAME "tensor \"%.*s\": its data begins at byte %lld, %s "
+                            "byte %lld where the one before ends",
+                arl_json_quoted(tensor->name_size), tensor->name, (long long)tensor->begin,
+                tensor->begin > at ? "leaving a hole after" : "overlapping", (long long)at);
         }
         if (tensor->nbytes > data_size - at) {
             return arl_error_set(parser->err, ARL_ERR_WIRE, reading,
                                  NOT_A_FRAME "tensor \"%.*s\": its data is %lld bytes, the frame "
                                              "holds %lld more",
-                                 arl_wire_quoted(tensor->name_size), tensor->name,
+                                 arl_json_quoted(tensor->name_size), tensor->name,
                                  (long long)tensor->nbytes, (long long)(data_size - at));
         }
         at += tensor->nbytes;
@@ -404,7 +421,7 @@ check_names(header_parser_t *parser)
         if (tensor_by_name(tensor - 1, tensor) == 0) {
             return arl_error_set(parser->err, ARL_ERR_WIRE, reading,
                                  NOT_A_FRAME "the header holds tensor \"%.*s\" twice",
-                                 arl_wire_quoted(tensor->name_size), tensor->name);
+                                 arl_json_quoted(tensor->name_size), tensor->name);
         }
     }
     return ARL_OK;
@@ -451,7 +468,8 @@ parse_frame(header_parser_t *parser, const char *frame, size_t size)
         return arl_error_set(parser->err, ARL_ERR_WIRE, reading,
                              NOT_A_FRAME "the header is not valid UTF-8");
     }
-    arl_json_start(&parser->json, frame + ARL_WIRE_LENGTH_SIZE, length, NOT_A_FRAME "header", false);
+    arl_json_start(&parser->json, frame + ARL_WIRE_LENGTH_SIZE, length, NOT_A_FRAME "header",
+                   false);
     parser->header.data = ARL_WIRE_LENGTH_SIZE + length;
     parser->header.strings = malloc(length);
     parser->next_string = parser->header.strings;
@@ -494,10 +512,11 @@ arl_wire_header_parse(const void *frame, size_t size, arl_wire_header_t *header_
     arl_wire_header_free(&parser.header);
     legacy = status == ARL_ERR_WIRE ? legacy_prefix(frame, size) : NULL;
     if (legacy != NULL) {
-        return arl_error_set(err, status, reading,
-                             "refusing to deserialize a legacy pickle/torch.save payload: it begins "
-                             "with %s; nothing that arrives is ever unpickled",
-                             legacy);
+        return arl_error_set(
+            err, status, reading,
+            "refusing to deserialize a legacy pickle/torch.save payload: it begins "
+            "with %s; nothing that arrives is ever unpickled",
+            legacy);
     }
     return arl_error_set(err, status, reading, "%s", reason.text);
 }
@@ -545,7 +564,7 @@ check_version(arl_json_reader_t *json, arl_error_t *err)
         return arl_error_set(err, ARL_ERR_WIRE, reading,
                              "unsupported wire version \"%.*s\"; this reader understands "
                              "\"" ARL_WIRE_VERSION "\"",
-                             arl_wire_quoted(token.end - token.begin), json->text + token.begin);
+                             arl_json_quoted(token.end - token.begin), json->text + token.begin);
     }
     return status;
 }

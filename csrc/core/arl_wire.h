@@ -31,13 +31,6 @@ enum {
 #define ARL_WIRE_ROOT_KEY "__root__"
 #define ARL_WIRE_EMPTY_KEY "__dss_empty__"
 
-/* Bytes of a foreign name that a message repeats. */
-static inline int
-arl_wire_quoted(size_t size)
-{
-    return size < 100 ? (int)size : 100;
-}
-
 /* The order of names in the format: by bytes, a prefix first. */
 int arl_wire_compare_names(const char *a, size_t a_size, const char *b, size_t b_size);
 
@@ -60,7 +53,7 @@ typedef struct arl_wire_header {
     size_t dss_size;
     const char *op; /* NULL when the frame has none */
     size_t op_size;
-    size_t data; /* offset of the data in the frame */
+    size_t data;   /* offset of the data in the frame */
     char *strings; /* what the pointers above point into */
 } arl_wire_header_t;
 
@@ -97,7 +90,7 @@ typedef struct arl_wire_item {
     const char *path; /* where the tensor is in the object, for messages; terminated */
     bool scalar;      /* 0-d: stored with shape [1] */
     arl_view_t view;
-    int64_t begin; /* filled by arl_wire_layout: bytes from the start of the data */
+    int64_t begin;  /* filled by arl_wire_layout: bytes from the start of the data */
     int64_t nbytes; /* likewise */
 } arl_wire_item_t;
 

@@ -161,7 +161,7 @@ parse_count(chunk_parser_t *parser, const char *field, int64_t least, int64_t *v
     if (!arl_json_int64(&parser->json, &token, value_p) || *value_p < least) {
         return arl_error_set(parser->err, ARL_ERR_WIRE, decoding,
                              "chunk metadata: %s must be at least %lld, found %.*s", field,
-                             (long long)least, arl_wire_quoted(token.end - token.begin),
+                             (long long)least, arl_json_quoted(token.end - token.begin),
                              parser->json.text + token.begin);
     }
     return ARL_OK;
@@ -317,10 +317,10 @@ find_payload(const arl_wire_header_t *header, const char *frame, arl_wire_chunk_
         arl_json_kind_t kind;
         const char *literal;
     } shape[] = {
-        {ARL_JSON_ARRAY, NULL},     {ARL_JSON_STRING, "d"},     {ARL_JSON_ARRAY, NULL},
+        {ARL_JSON_ARRAY, NULL},     {ARL_JSON_STRING, "d"},       {ARL_JSON_ARRAY, NULL},
         {ARL_JSON_ARRAY, NULL},     {ARL_JSON_STRING, "payload"}, {ARL_JSON_ARRAY, NULL},
         {ARL_JSON_STRING, "t"},     {ARL_JSON_STRING, "payload"}, {ARL_JSON_ARRAY_END, NULL},
-        {ARL_JSON_ARRAY_END, NULL}, {ARL_JSON_ARRAY_END, NULL}, {ARL_JSON_ARRAY_END, NULL},
+        {ARL_JSON_ARRAY_END, NULL}, {ARL_JSON_ARRAY_END, NULL},   {ARL_JSON_ARRAY_END, NULL},
     };
     const arl_wire_tensor_t *tensor;
     arl_wire_tree_t tree;
@@ -330,10 +330,9 @@ find_payload(const arl_wire_header_t *header, const char *frame, arl_wire_chunk_
         arl_json_token_t token;
 
         status = arl_json_next(&tree.json, &token, err);
-        if (status == ARL_OK &&
-            (token.kind != shape[i].kind ||
-             (shape[i].literal != NULL &&
-              !arl_json_equals(&tree.json, &token, shape[i].literal)))) {
+        if (status == ARL_OK && (token.kind != shape[i].kind ||
+                                 (shape[i].literal != NULL &&
+                                  !arl_json_equals(&tree.json, &token, shape[i].literal)))) {
             return arl_error_set(err, ARL_ERR_WIRE, decoding,
                                  "a chunk must hold exactly {\"payload\": tensor}");
         }
@@ -487,8 +486,9 @@ arl_wire_chunks_check(arl_wire_chunk_t *chunks, int64_t count, arl_error_t *err)
             return arl_error_set(err, ARL_ERR_WIRE, decoding, "chunk_idx %lld was given twice",
                                  (long long)chunks[i].index);
         }
-        /* The payloads lie in memory together, so their sum fits. */
-        size += (int64_t)chunks[i].payload_size;
+        if (__builtin_add_overflow(size, (int64_t)chunks[i].payload_size, &size)) {
+            return arl_error_set(err, ARL_ERR_WIRE, decoding, "the chunks' sizes overflow");
+        }
     }
     if (count != chunks[0].total) {
         return arl_error_set(err, ARL_ERR_WIRE, decoding, "%lld of %lld chunks were given",

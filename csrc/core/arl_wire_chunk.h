@@ -21,9 +21,9 @@ typedef struct arl_wire_chunk {
     arl_wire_chunk_kind_t kind;
     int64_t index;
     int64_t total;
-    int64_t frame_size;            /* of the whole frame, in bytes */
-    char sha256[ARL_SHA256_HEX];   /* of the whole frame */
-    const char *group;             /* requests only; UTF-8, NULL when missing */
+    int64_t frame_size;          /* of the whole frame, in bytes */
+    char sha256[ARL_SHA256_HEX]; /* of the whole frame */
+    const char *group;           /* requests only; UTF-8, NULL when missing */
     size_t group_size;
     const char *operation; /* UTF-8, NULL when missing */
     size_t operation_size;

@@ -11,11 +11,11 @@ static int
 dtype_rank(arl_dtype_t dtype)
 {
     static const unsigned char ranks[ARL_DTYPE_COUNT] = {
-        [ARL_DTYPE_BOOL] = 1,    [ARL_DTYPE_U8] = 2,   [ARL_DTYPE_I8] = 3,  [ARL_DTYPE_F8_E5M2] = 4,
-        [ARL_DTYPE_F8_E4M3] = 5, [ARL_DTYPE_I16] = 6,  [ARL_DTYPE_U16] = 7, [ARL_DTYPE_F16] = 8,
-        [ARL_DTYPE_BF16] = 9,    [ARL_DTYPE_I32] = 10, [ARL_DTYPE_U32] = 11,
-        [ARL_DTYPE_F32] = 12,    [ARL_DTYPE_F64] = 13, [ARL_DTYPE_I64] = 14,
-        [ARL_DTYPE_U64] = 15,
+        [ARL_DTYPE_BOOL] = 1,    [ARL_DTYPE_U8] = 2,      [ARL_DTYPE_I8] = 3,
+        [ARL_DTYPE_F8_E5M2] = 4, [ARL_DTYPE_F8_E4M3] = 5, [ARL_DTYPE_I16] = 6,
+        [ARL_DTYPE_U16] = 7,     [ARL_DTYPE_F16] = 8,     [ARL_DTYPE_BF16] = 9,
+        [ARL_DTYPE_I32] = 10,    [ARL_DTYPE_U32] = 11,    [ARL_DTYPE_F32] = 12,
+        [ARL_DTYPE_F64] = 13,    [ARL_DTYPE_I64] = 14,    [ARL_DTYPE_U64] = 15,
     };
 
     return ranks[dtype];
@@ -47,8 +47,8 @@ check_item_names(arl_wire_item_t *items, int64_t count, arl_error_t *err)
             return arl_error_set(err, ARL_ERR_WIRE, writing,
                                  "the tensors %s and %s would both be stored as \"%.*s\", and one "
                                  "would be lost; rename one of the keys",
-                                 items[i - 1].path, items[i].path, arl_wire_quoted(items[i].name_size),
-                                 items[i].name);
+                                 items[i - 1].path, items[i].path,
+                                 arl_json_quoted(items[i].name_size), items[i].name);
         }
     }
     return ARL_OK;

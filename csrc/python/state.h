@@ -74,6 +74,7 @@
     X(_lengths)                                                                                    \
     X(_offsets)                                                                                    \
     X(_values)                                                                                     \
+    X(cpu)                                                                                         \
     X(data_ptr)                                                                                    \
     X(detach)                                                                                      \
     X(device)                                                                                      \

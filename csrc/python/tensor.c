@@ -72,9 +72,9 @@ torch_cache(arl_state_t *state, PyObject *torch)
     return 0;
 }
 
-/* 1: torch is in the process and cached; 0: it is not (or is still importing); -1: error. */
-static int
-torch_ready(arl_state_t *state)
+/* Caches it, too. 0 also while it is still importing. */
+int
+arl_torch_ready(arl_state_t *state)
 {
     PyObject *modules, *torch;
 
@@ -110,7 +110,7 @@ arl_is_torch_tensor(arl_state_t *state, PyObject *object)
     if (PyArray_Check(object) || PyLong_Check(object) || PyDict_Check(object)) {
         return 0;
     }
-    ready = torch_ready(state);
+    ready = arl_torch_ready(state);
     if (ready <= 0) {
         return ready;
     }
@@ -660,111 +660,4 @@ arl_tensor_read_int64(arl_state_t *state, PyObject *object, const char *key, arl
     *values_p = values;
     arl_tensor_release(&tensor);
     return 0;
-}
-
-/* ---- outputs --------------------------------------------------------------------------------- */
-
-/* NumPy's type for `dtype`; for those it lacks, an integer of the same size (bits alone matter,
- * a torch view gives the real dtype back). */
-static int
-numpy_type_for(arl_dtype_t dtype, bool *exact_p)
-{
-    *exact_p = true;
-    switch (dtype) {
-    case ARL_DTYPE_BOOL:
-        return NPY_BOOL;
-    case ARL_DTYPE_U8:
-        return NPY_UINT8;
-    case ARL_DTYPE_I8:
-        return NPY_INT8;
-    case ARL_DTYPE_U16:
-        return NPY_UINT16;
-    case ARL_DTYPE_I16:
-        return NPY_INT16;
-    case ARL_DTYPE_U32:
-        return NPY_UINT32;
-    case ARL_DTYPE_I32:
-        return NPY_INT32;
-    case ARL_DTYPE_U64:
-        return NPY_UINT64;
-    case ARL_DTYPE_I64:
-        return NPY_INT64;
-    case ARL_DTYPE_F16:
-        return NPY_FLOAT16;
-    case ARL_DTYPE_F32:
-        return NPY_FLOAT32;
-    case ARL_DTYPE_F64:
-        return NPY_FLOAT64;
-    case ARL_DTYPE_C64:
-        return NPY_COMPLEX64;
-    case ARL_DTYPE_C128:
-        return NPY_COMPLEX128;
-    default:
-        *exact_p = false;
-        return arl_dtype_size(dtype) == 1 ? NPY_INT8 : NPY_INT16;
-    }
-}
-
-static PyObject *
-torch_from_array(arl_state_t *state, PyObject *array, arl_dtype_t dtype, bool exact)
-{
-    PyObject *tensor = PyObject_CallOneArg(state->torch_from_numpy, array);
-
-    if (tensor != NULL && !exact) {
-        PyObject *viewed =
-            PyObject_CallMethodOneArg(tensor, state->names.view, state->torch_dtype_of[dtype]);
-
-        Py_SETREF(tensor, viewed);
-    }
-    return tensor;
-}
-
-PyObject *
-arl_tensor_new(arl_state_t *state, arl_tensor_kind_t like, arl_dtype_t dtype, int ndim,
-               const int64_t *shape, arl_view_t *view_p)
-{
-    npy_intp dims[ARL_VIEW_DIMS_MAX];
-    PyObject *array;
-    arl_view_t view = {0};
-    bool exact;
-    int numpy_type = numpy_type_for(dtype, &exact);
-
-    view.dtype = dtype;
-    view.itemsize = arl_dtype_size(dtype);
-    view.ndim = ndim;
-    for (int i = ndim - 1; i >= 0; i--) {
-        dims[i] = (npy_intp)shape[i];
-        view.shape[i] = shape[i];
-        view.strides[i] = i == ndim - 1
-                              ? (int64_t)view.itemsize
-                              : view.strides[i + 1] * (shape[i + 1] > 0 ? shape[i + 1] : 1);
-    }
-    if (arl_view_nbytes(&view) < 0) {
-        return PyErr_Format(PyExc_OverflowError, "output of %d dimensions does not fit in memory",
-                            ndim);
-    }
-    if (!exact && like != ARL_TENSOR_TORCH) {
-        return PyErr_Format(PyExc_TypeError, "NumPy has no %s; pass torch tensors instead",
-                            arl_dtype_name(dtype));
-    }
-    /* NumPy advises huge pages for large arrays, which makes first touch several times cheaper. */
-    array = PyArray_EMPTY(ndim, dims, numpy_type, 0);
-    if (array == NULL) {
-        return NULL;
-    }
-    view.data = PyArray_DATA((PyArrayObject *)array);
-    for (int i = 0; i < ndim; i++) {
-        /* NumPy gives an empty array strides of 0, with which torch refuses view(dtype). */
-        PyArray_STRIDES((PyArrayObject *)array)[i] = (npy_intp)view.strides[i];
-    }
-    if (like == ARL_TENSOR_TORCH) {
-        PyObject *tensor = torch_from_array(state, array, dtype, exact);
-
-        Py_SETREF(array, tensor); /* the tensor keeps the array alive */
-        if (array == NULL) {
-            return NULL;
-        }
-    }
-    *view_p = view;
-    return array;
 }

@@ -65,6 +65,13 @@ int arl_tensor_read_int64(arl_state_t *state, PyObject *object, const char *key,
 PyObject *arl_tensor_new(arl_state_t *state, arl_tensor_kind_t like, arl_dtype_t dtype, int ndim,
                          const int64_t *shape, arl_view_t *view_p);
 
+/*
+ * The same over memory that `owner` keeps alive, without a copy. `readonly` marks a NumPy array;
+ * torch has no such mark, so the caller must not ask for it there.
+ */
+PyObject *arl_tensor_over(arl_state_t *state, arl_tensor_kind_t like, arl_dtype_t dtype, int ndim,
+                          const int64_t *shape, void *data, bool readonly, PyObject *owner);
+
 /* A jagged result over `values` (1-D object from arl_tensor_new) and `offsets`: a nested torch
  * tensor, or a (values, offsets) tuple for NumPy. Steals nothing. */
 PyObject *arl_nested_new(arl_state_t *state, arl_tensor_kind_t like, PyObject *values,
@@ -72,6 +79,9 @@ PyObject *arl_nested_new(arl_state_t *state, arl_tensor_kind_t like, PyObject *v
 
 /* Python's name of the type, for messages ("torch.Tensor", "list"). */
 const char *arl_type_name(PyObject *object);
+
+/* 1: torch is in the process and can be used; 0: it is not; -1: error. */
+int arl_torch_ready(arl_state_t *state);
 
 /* 1 when `object` is a torch tensor (also a subclass), 0 when not, -1 on error. */
 int arl_is_torch_tensor(arl_state_t *state, PyObject *object);

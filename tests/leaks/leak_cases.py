@@ -261,3 +261,77 @@ def weight_sync() -> Case:
         refused(ValueError, core.WeightReceiver, {})
 
     return Case(call, tuple(source.values()))
+
+
+# ---- wire ----------------------------------------------------------------------------------------
+
+NESTED_VALUE = {"a": [1, 2.5, None, True, "é\n"], "b": {"c": (1, 10**30), "d": []}}
+
+
+@case("wire_dumps", "wire_loads", "wire_read_metadata")
+def wire_numpy() -> Case:
+    array = np.arange(12, dtype=np.int16).reshape(3, 4)
+    obj = {"batch": {"x": array, "y": array.T[::-1]}, "meta": NESTED_VALUE, "t": (array, 1)}
+    frame = core.wire_dumps(obj, {"op": 1})
+    writable = bytearray(frame)
+    cut = frame[:-1]
+    loop: list[object] = []
+    loop.append(loop)
+
+    def call() -> None:
+        core.wire_dumps(obj, {"op": 1})
+        core.wire_dumps(NESTED_VALUE)
+        refused(core.WireError, core.wire_dumps, {"a.b": array, "a": {"b": array}})
+        refused(core.WireError, core.wire_dumps, {"a": {1: array}})
+        refused(core.WireError, core.wire_dumps, loop)
+        refused(TypeError, core.wire_dumps, {"x": array, "y": object()})
+        refused(TypeError, core.wire_dumps, obj, 1)
+        core.wire_loads(frame, as_="numpy")
+        core.wire_loads(writable, as_="numpy", copy=False)
+        core.wire_read_metadata(frame)
+        core.wire_read_metadata(cut)
+        refused(core.WireError, core.wire_loads, cut, as_="numpy")
+        refused(core.WireError, core.wire_loads, None)
+        refused(ValueError, core.wire_loads, frame, as_="jax")
+
+    # The loop is garbage that only a cycle collector finds.
+    return Case(call, (array, obj, frame, writable), close=loop.clear)
+
+
+@case("wire_dumps", "wire_loads")
+def wire_torch() -> Case:
+    import torch
+
+    tensor = torch.arange(6, dtype=torch.bfloat16)
+    obj = {"x": tensor, "s": torch.tensor(1.5), "e": torch.empty(0, 3)}
+    frame = core.wire_dumps(obj)
+    writable = bytearray(frame)
+
+    def call() -> None:
+        core.wire_loads(core.wire_dumps(obj))
+        core.wire_loads(writable, as_="torch", copy=False)
+        refused(core.WireError, core.wire_loads, frame, as_="numpy")
+        refused(ValueError, core.wire_loads, frame, as_="torch", copy=False)
+        refused(core.WireError, core.wire_dumps, {"x": torch.zeros(1, dtype=torch.complex64)})
+
+    return Case(call, (tensor, obj, frame, writable))
+
+
+@case("wire_encode_byte_chunks", "wire_decode_byte_chunks")
+def wire_chunks() -> Case:
+    frame = core.wire_dumps({"x": np.arange(2000)})
+    chunks = core.wire_encode_byte_chunks(frame, 12_000, "request", operation="fwd")
+
+    def call() -> None:
+        core.wire_encode_byte_chunks(frame, 12_000, "request", operation="fwd")
+        core.wire_encode_byte_chunks(frame, 12_000, "result")
+        core.wire_encode_byte_chunks(frame, 0, "result")
+        refused(core.WireError, core.wire_encode_byte_chunks, frame, 10, "result")
+        refused(core.WireError, core.wire_encode_byte_chunks, frame, 10, "other")
+        core.wire_decode_byte_chunks(chunks[::-1])
+        core.wire_decode_byte_chunks([frame])
+        refused(core.WireError, core.wire_decode_byte_chunks, chunks[1:])
+        refused(core.WireError, core.wire_decode_byte_chunks, [*chunks[1:], chunks[1]])
+        refused(core.WireError, core.wire_decode_byte_chunks, [chunks[0], None])
+
+    return Case(call, (frame, chunks))
