@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import selectors
@@ -26,12 +27,10 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import arctic_rl_c
 from arctic_rl_c import PeerLostError, PeerTimeoutError
 from arctic_rl_c.local import frames
 from arctic_rl_c.local.remote_errors import rebuild_error
@@ -40,6 +39,10 @@ _TAIL_BYTES = 16384
 _SOCKET_BYTES = 1 << 20
 _MAX_BUFFERS = 256  # well below IOV_MAX
 _POLL_SECONDS = 1.0
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from arctic_rl_c.local.worker import main; main(sys.argv[2:])"
+)
 
 _live: weakref.WeakSet[RoleProcess] = weakref.WeakSet()
 
@@ -373,15 +376,11 @@ class _FrameReader:
 
 def _start_child(descriptor: int) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
-    # The child must find this very package, however its parent did.
-    root = str(Path(arctic_rl_c.__file__).resolve().parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [root, *filter(None, [environment.get("PYTHONPATH")])]
-    )
     environment.setdefault("HF_HUB_OFFLINE", "1")  # models come from disk; never wait for a network
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     return subprocess.Popen(
-        [sys.executable, "-m", "arctic_rl_c.local.worker", str(descriptor), str(os.getpid())],
+        # The child imports exactly what its parent would.
+        [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(descriptor), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -86,7 +86,7 @@ class Trainer:
         self._reference = build_model(model) if options.reference else None
         self._model.requires_grad_(True)
         if options.gradient_checkpointing:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+            _enable_recomputing(self._model)
             self._model.train()  # transformers recomputes only in training mode
         self._optimizer = MasterAdamW(self._model, options)
         self._global_step = 0
@@ -469,6 +469,15 @@ class Trainer:
     def close(self) -> None:
         """End what is open. Idempotent."""
         self._source.release()
+
+
+def _enable_recomputing(model: Any) -> None:
+    # Renamed in transformers' fifth major version.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        enable()
 
 
 def _unpack(

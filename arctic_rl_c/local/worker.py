@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The child process of a role: reads requests from its socket, runs them, answers.
 
-Started as `python -m arctic_rl_c.local.worker FD` by `RoleProcess`. It ends when its parent
-closes the socket or dies, whatever it is doing then.
+`RoleProcess` starts it. It ends when its parent closes the socket or dies, whatever it is
+doing then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -163,7 +162,3 @@ def main(arguments: list[str]) -> None:
     _tie_to_parent(int(arguments[1]))
     with socket.socket(fileno=int(arguments[0])) as sock:
         serve(sock)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
