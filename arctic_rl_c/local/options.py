@@ -98,6 +98,7 @@ class LocalOptions:
         cuda_ipc, low_memory: Stored weight-sync flags; a call's own flags override them.
         sync_timeout: Seconds that each phase of a weight sync may take.
         start_timeout: Seconds that both processes may take to load their model.
+        weight_transport: One weight transport by name; None chooses by the two flags.
         verify_weights: After each sync compare a digest of all weights on both sides.
     """
 
@@ -107,6 +108,7 @@ class LocalOptions:
     sampler: SamplerOptions = field(default_factory=SamplerOptions)
     cuda_ipc: bool = False
     low_memory: bool = False
+    weight_transport: str | None = None
     sync_timeout: float = 60.0
     start_timeout: float = 300.0
     verify_weights: bool = True

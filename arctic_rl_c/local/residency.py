@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,11 @@ class Residency:
 
     Args:
         model: The model whose weights sleep.
-        before_move: Called before the weights lose their addresses.
         lost: Why there are no usable weights at the start; None when there are.
     """
 
-    def __init__(self, model: Any, before_move: Callable[[], None], lost: str | None) -> None:
-        self._model, self._before_move, self._lost = model, before_move, lost
+    def __init__(self, model: Any, lost: str | None) -> None:
+        self._model, self._lost = model, lost
         self._awake = dict.fromkeys(TAGS, True)
         # What `wake` builds the weights from: tensors on the host, or shapes alone.
         self._parked: dict[str, torch.Tensor | torch.Size] = {}
@@ -78,7 +77,6 @@ class Residency:
         on_gpu = next(iter(params.values())).is_cuda
         if level == 1 and not on_gpu:
             return  # host memory is where they would go
-        self._before_move()
         for name, param in params.items():
             self._parked[name] = param.shape if level == 2 else param.detach().to("cpu")
             param.data = param.data.new_empty(0)

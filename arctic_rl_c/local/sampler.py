@@ -72,15 +72,8 @@ class Sampler:
         self._sink = WeightSink(self._model)
         self._residency = Residency(
             self._model,
-            self._weights_move,
             "the engine started with dummy weights" if dummy else None,
         )
-
-    def _weights_move(self) -> None:
-        """The weights are about to lose their addresses; a torn state must not be lost too."""
-        torn = self._sink.rebind()
-        if torn is not None:
-            self._residency.mark_lost(torn)
 
     # -- generation --------------------------------------------------------------------------
 

@@ -38,6 +38,8 @@ class EmbeddedServer:
         cuda_ipc, low_memory: What `sync_weights` does when a call does not say.
         sync_timeout: Seconds for each phase of a sync.
         verify_weights: Compare a digest of all weights on both sides after each sync.
+        weight_transport: One transport by name, instead of choosing by the flags.
+        colocated: Whether both roles use one device; None lets the sender find out.
     """
 
     def __init__(
@@ -49,10 +51,13 @@ class EmbeddedServer:
         low_memory: bool = False,
         sync_timeout: float = 60.0,
         verify_weights: bool = True,
+        weight_transport: str | None = None,
+        colocated: bool | None = None,
     ) -> None:
         self._trainer, self._sampler = trainer, sampler
         self._cuda_ipc, self._low_memory = cuda_ipc, low_memory
         self._sync_timeout, self._verify = sync_timeout, verify_weights
+        self._weight_transport, self._colocated = weight_transport, colocated
         # A sync is a sequence over both roles that must reach its end even when its caller is
         # cancelled or its loop closed: it runs on a thread. One at a time.
         self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="arctic_rl_c sync")
@@ -217,6 +222,8 @@ class EmbeddedServer:
             "offer_weights",
             cuda_ipc=cuda_ipc,
             low_memory=low_memory,
+            transport=self._weight_transport,
+            colocated=self._colocated,
             timeout=timeout,
         )
         serving = self._trainer.submit("serve_weights", timeout=timeout)

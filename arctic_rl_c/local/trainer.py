@@ -90,7 +90,6 @@ class Trainer:
             self._model.train()  # transformers recomputes only in training mode
         self._optimizer = MasterAdamW(self._model, options)
         self._global_step = 0
-        self._weight_version = 1
         self._has_gradients = False
         self._source = WeightSource(self._model)
 
@@ -298,7 +297,6 @@ class Trainer:
         metrics: dict[str, Any] = {"last_lr": self._optimizer.last_lr, "grad_norm": norm}
         if applied:
             self._global_step += 1
-            self._weight_version += 1
         else:
             _log.warning("grad_norm is %s: the step was skipped, weights are unchanged", norm)
             metrics["step_skipped"] = True
@@ -390,7 +388,6 @@ class Trainer:
             for name, param in params.items():
                 param.copy_(weights[name])
         self._global_step = int(state["trainer_steps"])
-        self._weight_version += 1
         self._has_gradients = False
         return {
             "path": str(directory),
@@ -410,19 +407,28 @@ class Trainer:
 
     # -- weights -----------------------------------------------------------------------------
 
-    def offer_weights(self, *, cuda_ipc: bool, low_memory: bool, timeout: float) -> dict[str, Any]:
-        """Open an offer of all weights.
+    def offer_weights(
+        self,
+        *,
+        cuda_ipc: bool,
+        low_memory: bool,
+        transport: str | None = None,
+        colocated: bool | None = None,
+        timeout: float,
+    ) -> dict[str, Any]:
+        """Offer all weights as they are now; see `WeightSender`.
 
         Returns:
             `{"offer": bytes, "version": int}`.
         """
         offer = self._source.offer(
-            version=self._weight_version,
             cuda_ipc=cuda_ipc,
             low_memory=low_memory,
+            transport=transport,
+            colocated=colocated,
             timeout=timeout,
         )
-        return {"offer": offer, "version": self._weight_version}
+        return {"offer": offer, "version": self._source.version}
 
     def serve_weights(self, *, timeout: float) -> dict[str, Any]:
         """Serve the open offer until every receiver has finished; gives the sender's statistics."""
@@ -435,7 +441,7 @@ class Trainer:
 
     def weights_digest(self) -> dict[str, Any]:
         """SHA-256 over all weights."""
-        return {"digest": weights_digest(self._model), "version": self._weight_version}
+        return {"digest": weights_digest(self._model), "version": self._source.version}
 
     # -- reports -----------------------------------------------------------------------------
 
@@ -468,7 +474,7 @@ class Trainer:
 
     def close(self) -> None:
         """End what is open. Idempotent."""
-        self._source.release()
+        self._source.close()
 
 
 def _enable_recomputing(model: Any) -> None:

@@ -54,6 +54,8 @@ class LocalTransport(EmbeddedServer):
             low_memory=options.low_memory,
             sync_timeout=options.sync_timeout,
             verify_weights=options.verify_weights,
+            weight_transport=options.weight_transport,
+            colocated=options.trainer_model.device == options.sampler_model.device,
         )
 
     async def start(self) -> None:
