@@ -4,8 +4,10 @@
 from arctic_rl_c import wire
 from arctic_rl_c._core import (
     ArcticError,
+    ArcticRLClient,
     ClosedError,
     ConfigError,
+    Operation,
     PayloadError,
     PeerLostError,
     PeerTimeoutError,
@@ -18,6 +20,8 @@ from arctic_rl_c._core import (
     WeightSyncError,
     WireError,
     WrongProcessError,
+    build_log_prob_payload,
+    build_update_payloads,
     left_pad,
     make_jagged,
     normalize_config,
@@ -36,9 +40,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArcticError",
+    "ArcticRLClient",
     "Binding",
     "ClosedError",
     "ConfigError",
+    "Operation",
     "PayloadError",
     "PeerLostError",
     "PeerTimeoutError",
@@ -51,6 +57,8 @@ __all__ = [
     "WeightSyncError",
     "WireError",
     "WrongProcessError",
+    "build_log_prob_payload",
+    "build_update_payloads",
     "left_pad",
     "make_jagged",
     "normalize_config",

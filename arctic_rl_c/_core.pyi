@@ -2,16 +2,19 @@
 # Types of the C half; stubtest compares them with the running module. Exceptions first, then
 # everything else in alphabetical order. Docstrings live in C.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from types import GenericAlias, TracebackType
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, final
 
-from typing_extensions import Buffer, Self
+from typing_extensions import Buffer, Self, disjoint_base
 
 # A torch tensor, a NumPy array, or an object with __dlpack__; torch comes out as torch, all else
 # as NumPy. No common type exists that would not need torch to be installed.
 _Tensor: TypeAlias = Any
 # A nested jagged torch tensor, or the pair (values, offsets).
 _Nested: TypeAlias = Any
+
+_T_co = TypeVar("_T_co", covariant=True)
 
 class ArcticError(Exception):
     code: str
@@ -31,6 +34,96 @@ class WeightMismatchError(WeightSyncError): ...
 class PeerTimeoutError(WeightSyncError, TimeoutError): ...
 class PeerLostError(WeightSyncError, ConnectionError): ...
 class TornWeightsError(WeightSyncError): ...
+
+@disjoint_base
+class ArcticRLClient:
+    def __init__(
+        self,
+        transport: Any,
+        config: Mapping[str, Any],
+        *,
+        prompts_as: Literal["auto", "ids", "text"] = "auto",
+        tokenizer: Any = None,
+        temperature_in_log_prob: bool = False,
+        owner: bool | None = None,
+        server_limits: bool | None = None,
+    ) -> None: ...
+    @property
+    def transport(self) -> Any: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def owner(self) -> bool: ...
+    def compute_log_prob(
+        self,
+        data: Any,
+        *,
+        pad_token_id: int,
+        ref: bool = False,
+        calculate_entropy: bool = False,
+        rollout_n: int | None = None,
+        temperature: float | None = None,
+    ) -> Operation[dict[str, Any]]: ...
+    def update_actor(
+        self,
+        data: Any,
+        *,
+        actor_config: Any,
+        pad_token_id: int,
+        rollout_n: int | None = None,
+        temperature: float | None = None,
+    ) -> Operation[dict[str, Any]]: ...
+    def generate(
+        self,
+        prompt_ids: Any,
+        sampling_params: Mapping[str, Any] | None = None,
+        routing_key: str | Sequence[str | None] | None = None,
+        *,
+        strict: bool | None = None,
+    ) -> Operation[list[dict[str, Any]]]: ...
+    def sync_weights(
+        self, cuda_ipc: bool | None = None, low_memory: bool | None = None
+    ) -> Operation[dict[str, Any]]: ...
+    def save_checkpoint(
+        self, path: str | None = None, **options: Any
+    ) -> Operation[dict[str, Any]]: ...
+    def load_checkpoint(
+        self, path: str | None = None, **options: Any
+    ) -> Operation[dict[str, Any]]: ...
+    def wake_up_inference(self, tags: Sequence[str] | None = None) -> Operation[dict[str, Any]]: ...
+    def sleep_inference(self, level: int = 1) -> Operation[dict[str, Any]]: ...
+    def reset_prefix_cache(self) -> Operation[Any]: ...
+    def reconnect_handle(self) -> dict[str, Any]: ...
+    def destroy(self) -> Operation[None]: ...
+    def log_probs_to_nested(self, data: Any, dense: _Tensor) -> _Nested: ...
+
+# A coroutine by its methods; the base is there so that asyncio's own types accept it.
+@final
+class Operation(Coroutine[Any, Any, _T_co], Generic[_T_co]):
+    @property
+    def __name__(self) -> str: ...
+    @property
+    def __qualname__(self) -> str: ...
+    @classmethod
+    def __class_getitem__(cls, item: Any, /) -> GenericAlias: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def progress(self) -> tuple[int, int]: ...
+    def __await__(self) -> Generator[Any, Any, _T_co]: ...
+    def __iter__(self) -> Operation[_T_co]: ...
+    def __next__(self) -> Any: ...
+    def send(self, value: Any, /) -> Any: ...
+    def throw(
+        self, type: Any, value: Any = None, traceback: TracebackType | None = None, /
+    ) -> Any: ...
+    def close(self) -> None: ...
 
 _Verify: TypeAlias = Literal["all", "sample"] | None
 
@@ -132,6 +225,26 @@ class WeightSender:
     @property
     def version(self) -> int | None: ...
 
+def build_log_prob_payload(
+    data: Any,
+    config: Mapping[str, Any],
+    *,
+    pad_token_id: int,
+    rollout_n: int,
+    calculate_entropy: bool,
+    ref: bool = False,
+    temperature_in_log_prob: bool = False,
+    server_limits: bool = True,
+) -> dict[str, Any]: ...
+def build_update_payloads(
+    data: Any,
+    config: Mapping[str, Any],
+    *,
+    actor_config: Any,
+    pad_token_id: int,
+    rollout_n: int,
+    server_limits: bool = True,
+) -> list[dict[str, Any]]: ...
 def left_pad(
     tensor: _Tensor, width: int, *, on_wide: Literal["error", "keep"] = "error"
 ) -> _Tensor: ...

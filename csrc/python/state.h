@@ -71,27 +71,134 @@
 /* Strings used as attribute names or dictionary keys: one interned object each. Feature files
  * add the names they look up in a hot path. */
 #define ARL_STATE_NAMES(X)                                                                         \
+    X(__dict__)                                                                                    \
+    X(__dlpack__)                                                                                  \
     X(_lengths)                                                                                    \
+    X(_metadata)                                                                                   \
     X(_offsets)                                                                                    \
     X(_values)                                                                                     \
+    X(actor)                                                                                       \
+    X(actor_config)                                                                                \
+    X(actor_rollout_ref)                                                                           \
+    X(advantages)                                                                                  \
+    X(apply_temperature)                                                                           \
+    X(attention_mask)                                                                              \
+    X(batch)                                                                                       \
+    X(batch_num_tokens)                                                                            \
+    X(calculate_entropy)                                                                           \
+    X(clip_ratio)                                                                                  \
+    X(clip_ratio_c)                                                                                \
+    X(clip_ratio_high)                                                                             \
+    X(clip_ratio_low)                                                                              \
+    X(comms)                                                                                       \
+    X(compute_entropy_and_logprobs)                                                                \
+    X(compute_in_fp32)                                                                             \
     X(cpu)                                                                                         \
+    X(cuda_ipc)                                                                                    \
+    X(data)                                                                                        \
     X(data_ptr)                                                                                    \
+    X(decode)                                                                                      \
     X(detach)                                                                                      \
     X(device)                                                                                      \
+    X(drop_position_ids)                                                                           \
     X(dtype)                                                                                       \
+    X(enable)                                                                                      \
+    X(entropy)                                                                                     \
+    X(entropy_coeff)                                                                               \
+    X(fwd_bwd)                                                                                     \
+    X(fwd_no_grad)                                                                                 \
+    X(generate)                                                                                    \
+    X(generation)                                                                                  \
+    X(global_batch_size)                                                                           \
+    X(global_token_num)                                                                            \
     X(index)                                                                                       \
+    X(input_ids)                                                                                   \
     X(is_conj)                                                                                     \
     X(is_neg)                                                                                      \
     X(is_nested)                                                                                   \
+    X(last_lr)                                                                                     \
     X(layout)                                                                                      \
     X(lengths)                                                                                     \
+    X(level)                                                                                       \
+    X(load_balancer)                                                                               \
+    X(load_checkpoint)                                                                             \
+    X(log_prob_gpus)                                                                               \
+    X(log_probs)                                                                                   \
+    X(logits)                                                                                      \
+    X(logits_compute_in_fp32)                                                                      \
+    X(logits_optimization)                                                                         \
+    X(logits_optimization_peak_mem_size_in_gib)                                                    \
+    X(logprobs)                                                                                    \
+    X(loss)                                                                                        \
+    X(loss_fn)                                                                                     \
+    X(loss_mask)                                                                                   \
+    X(loss_mode)                                                                                   \
+    X(loss_scale_factor)                                                                           \
+    X(low_memory)                                                                                  \
+    X(lr)                                                                                          \
+    X(max_prompt_len)                                                                              \
+    X(max_response_len)                                                                            \
+    X(max_rollouts)                                                                                \
+    X(max_token_len_per_gpu)                                                                       \
+    X(max_tokens)                                                                                  \
+    X(meta)                                                                                        \
+    X(metrics)                                                                                     \
+    X(model_output)                                                                                \
+    X(n)                                                                                           \
+    X(name)                                                                                        \
     X(offsets)                                                                                     \
+    X(old_log_probs)                                                                               \
+    X(optimization)                                                                                \
+    X(optimization_peak_mem_size_in_gib)                                                           \
+    X(pad_token_id)                                                                                \
+    X(path)                                                                                        \
+    X(policy_loss)                                                                                 \
+    X(policy_loss_config)                                                                          \
+    X(position_ids)                                                                                \
+    X(post)                                                                                        \
+    X(ppo_epochs)                                                                                  \
+    X(ppo_max_token_len_per_gpu)                                                                   \
+    X(ppo_micro_batch_size_per_gpu)                                                                \
+    X(ppo_mini_batch_size)                                                                         \
+    X(processing)                                                                                  \
+    X(prompts)                                                                                     \
+    X(reconnect_handle)                                                                            \
+    X(ref_log_prob)                                                                                \
+    X(reference_model)                                                                             \
+    X(remote_backend)                                                                              \
+    X(reset_prefix_cache)                                                                          \
+    X(response_mask)                                                                               \
+    X(responses)                                                                                   \
+    X(rollout)                                                                                     \
+    X(rollout_is_weights)                                                                          \
+    X(rollout_n)                                                                                   \
+    X(routing_key)                                                                                 \
+    X(sampling_params)                                                                             \
+    X(save_checkpoint)                                                                             \
     X(shape)                                                                                       \
+    X(shutdown)                                                                                    \
+    X(sleep_inference)                                                                             \
+    X(step)                                                                                        \
+    X(strict)                                                                                      \
     X(stride)                                                                                      \
+    X(sync_weights)                                                                                \
+    X(tags)                                                                                        \
+    X(temperature)                                                                                 \
+    X(tolist)                                                                                      \
+    X(train)                                                                                       \
+    X(train_batch_size)                                                                            \
+    X(training_gpus)                                                                               \
+    X(transport)                                                                                   \
     X(type)                                                                                        \
     X(untyped_storage)                                                                             \
+    X(use_kl_loss)                                                                                 \
     X(values)                                                                                      \
-    X(view)
+    X(verl_grpo)                                                                                   \
+    X(view)                                                                                        \
+    X(wake_inference)                                                                              \
+    X(zorro_train)                                                                                 \
+    X(zorro_train_enable)                                                                          \
+    X(zorro_train_max_rollouts)
 
 typedef struct arl_state {
 #define ARL_STATE_FIELD_TYPE(field) PyTypeObject *field;

@@ -335,3 +335,204 @@ def wire_chunks() -> Case:
         refused(core.WireError, core.wire_decode_byte_chunks, [chunks[0], None])
 
     return Case(call, (frame, chunks))
+
+
+# ---- payloads and the client ---------------------------------------------------------------------
+
+
+def array_batch() -> dict[str, object]:
+    """Four rows, two prompts of two rollouts, without torch."""
+    lengths = np.array([[2, 3], [2, 1], [4, 2], [4, 3]])
+    offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=1))])
+    prompts = np.zeros((4, 4), np.int64)
+    mask = np.zeros((4, 7), np.int64)
+    ids = np.arange(offsets[-1])
+    for row, (p, r) in enumerate(lengths):
+        ids[offsets[row] : offsets[row] + p] = 100 + row // 2
+        prompts[row, 4 - p :] = 100 + row // 2
+        mask[row, 4 - p : 4 + r] = 1
+    positions = np.concatenate([np.arange(p + r) for p, r in lengths])
+    floats = np.ones((4, 3), np.float32)
+    return {
+        "input_ids": (ids, offsets),
+        "position_ids": (positions, offsets),
+        "attention_mask": mask,
+        "prompts": prompts,
+        "responses": np.zeros((4, 3), np.int64),
+        "response_mask": mask[:, 4:],
+        "loss_mask": mask[:, 4:],
+        "old_log_probs": floats,
+        "advantages": floats,
+        "temperature": 0.7,
+        "global_batch_size": 4,
+    }
+
+
+def batch_config(version: str) -> dict[str, object]:
+    config = json.loads(json.dumps(recorded_config(version)))
+    config["data"]["train_batch_size"] = 2
+    config["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"] = 1
+    config["actor_rollout_ref"]["actor"]["ppo_epochs"] = 2
+    return config
+
+
+@case("build_log_prob_payload", "build_update_payloads")
+def builders() -> Case:
+    flat, nested = (core.normalize_config(batch_config(v)) for v in ("seed", "final"))
+    data = array_batch()
+    jagged = {**data, "prompts": (np.arange(6), np.array([0, 1, 3, 5, 6]))}
+    actor = {"use_kl_loss": False, "policy_loss": {"loss_mode": "vanilla"}, "list": [1, (2,)]}
+    options: dict[str, object] = {"pad_token_id": 0, "rollout_n": 2}
+
+    def call() -> None:
+        for config in (flat, nested):
+            core.build_log_prob_payload(data, config, calculate_entropy=True, **options)
+            core.build_update_payloads(data, config, actor_config=actor, **options)
+            refused(
+                core.PayloadError,
+                core.build_log_prob_payload,
+                jagged,
+                config,
+                calculate_entropy=True,
+                **options,
+            )
+            for key in data:
+                broken = {name: value for name, value in data.items() if name != key}
+                try:
+                    core.build_update_payloads(broken, config, actor_config=actor, **options)
+                except core.PayloadError:
+                    continue
+        refused(TypeError, core.build_update_payloads, data, nested)
+        options_of_update = {"actor_config": actor, **options}
+        refused(
+            core.ConfigError,
+            core.build_update_payloads,
+            data,
+            {"remote_backend": 1},
+            **options_of_update,
+        )
+
+    return Case(call, (flat, nested, data, actor))
+
+
+class LoopTransport:
+    """Answers at once, or after one turn of the loop; refuses when told to."""
+
+    name = "loop"
+    accepts_token_ids = True
+    accepts_routing_key = True
+    accepts_strict = False
+    owner = True
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.fails = False
+
+    async def answer(self, value: object) -> object:
+        for _ in range(self.turns):
+            await Turn()
+        if self.fails:
+            raise OSError("told to")
+        return value
+
+    def fwd_no_grad(self, payload: dict[str, dict[str, object]], reference_model: bool) -> object:
+        values = np.zeros(payload["batch"]["input_ids"].shape, np.float32)  # type: ignore[attr-defined]
+        return self.answer({"batch": {"logprobs": values, "entropy": values}, "metrics": {}})
+
+    def fwd_bwd(self, payload: object) -> object:
+        return self.answer({"metrics": {"loss": 0.5, "kl": [0.25], "note": "text"}})
+
+    def step(self) -> object:
+        return self.answer({"metrics": {"grad_norm": 1.0, "last_lr": 1e-6}})
+
+    def reconnect_handle(self) -> dict[str, object]:
+        return {"address": "here"}
+
+    def __getattr__(self, name: str) -> object:
+        if name not in ANSWERED:
+            raise AttributeError(name)
+        return lambda **keywords: self.answer(keywords)
+
+
+ANSWERED = (
+    "generate",
+    "sync_weights",
+    "save_checkpoint",
+    "load_checkpoint",
+    "sleep_inference",
+    "wake_inference",
+    "reset_prefix_cache",
+    "shutdown",
+)
+
+
+class Turn:
+    def __await__(self):
+        yield
+
+
+def run(operation: object) -> object:
+    try:
+        while True:
+            operation.send(None)  # type: ignore[attr-defined]
+    except StopIteration as stop:
+        return stop.value
+
+
+CLIENT_MEMBERS = [
+    f"{cls.__name__}.{name}"
+    for cls in (core.ArcticRLClient, core.Operation)
+    for name in vars(cls)
+    if not name.startswith("_")
+]
+
+
+@case("ArcticRLClient", "Operation", *CLIENT_MEMBERS)
+def client() -> Case:
+    data = array_batch()
+    configs = [core.normalize_config(batch_config(v)) for v in ("seed", "final")]
+    transport = LoopTransport()
+
+    def operations(client: core.ArcticRLClient) -> list[object]:
+        return [
+            client.compute_log_prob(data, pad_token_id=0, rollout_n=2, calculate_entropy=True),
+            client.update_actor(data, actor_config={}, pad_token_id=0, rollout_n=2),
+            client.generate([1, 2]),
+            client.sync_weights(),
+            client.save_checkpoint("here", step=1),
+            client.load_checkpoint(path="here"),
+            client.sleep_inference(),
+            client.wake_up_inference(["weights"]),
+            client.reset_prefix_cache(),
+            client.destroy(),
+        ]
+
+    def call() -> None:
+        for config in configs:
+            client = core.ArcticRLClient(transport, config)
+            client.reconnect_handle()
+            assert (client.transport, client.tokenizer) == (transport, None)
+            assert client.config is not config and client.owner and not client.closed
+            client.log_probs_to_nested(data, data["attention_mask"])
+            for transport.turns in (0, 1):
+                for operation in operations(client)[:-1]:
+                    assert operation.name and operation.progress  # type: ignore[attr-defined]
+                    run(operation)
+                    assert operation.done  # type: ignore[attr-defined]
+                    refused(RuntimeError, operation.send, None)  # type: ignore[attr-defined]
+            for operation in operations(client):
+                operation.close()  # type: ignore[attr-defined]
+            for operation in operations(client):
+                operation.send(None)  # type: ignore[attr-defined]
+                refused(KeyError, operation.throw, KeyError("thrown"))  # type: ignore[attr-defined]
+                client = core.ArcticRLClient(transport, config)
+            transport.fails = True
+            for operation in operations(client):
+                refused(OSError, run, operation)
+            transport.fails = False
+            run(client.destroy())
+            refused(core.ClosedError, operations, client)
+        refused(TypeError, core.ArcticRLClient, object(), configs[0])
+        refused(core.ConfigError, core.ArcticRLClient, transport, {"remote_backend": 1})
+
+    return Case(call, (data, transport, *configs))
