@@ -31,6 +31,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+# Before each timed run: the threads of the run before it stop spinning and free their cores.
+PAUSE = 0.005
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -97,8 +100,8 @@ def _commit() -> str:
     return "?"
 
 
-def machine() -> dict[str, Any]:
-    """Everything that a number depends on and that can be asked."""
+def machine(gpu: bool = True) -> dict[str, Any]:
+    """Everything that a number depends on and that can be asked; of the GPU where it matters."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     huge = "?"
     with contextlib.suppress(OSError):
@@ -120,7 +123,7 @@ def machine() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is not None:
         facts["torch_threads"] = torch.get_num_threads()
-        if torch.cuda.is_available():
+        if gpu and torch.cuda.is_available():
             facts["gpu"] = torch.cuda.get_device_name()
             facts["gpus"] = torch.cuda.device_count()
             facts["cuda"] = torch.version.cuda
@@ -184,6 +187,7 @@ def compare(
             for name, function in variants.items():
                 if len(times[name]) >= 3 and sum(times[name]) > skip_after:
                     continue
+                time.sleep(PAUSE)
                 start = time.perf_counter()
                 kept = function()
                 times[name].append(time.perf_counter() - start)
@@ -278,9 +282,11 @@ def slug(text: str) -> str:
     return "-".join(part for part in kept.split("-") if part)
 
 
-def report(name: str, sections: list[Section], args: argparse.Namespace) -> None:
-    """Print the tables; write what `--json` and `--save` ask for."""
-    facts = machine()
+def report(
+    name: str, sections: list[Section], args: argparse.Namespace, *, gpu: bool = False
+) -> None:
+    """Print the tables; write what `--json` and `--save` ask for. `gpu`: the GPU is measured."""
+    facts = machine(gpu=gpu)
     out = io.StringIO()
     print(f"benchmark: {name}", file=out)
     for key, value in facts.items():
@@ -311,8 +317,8 @@ def report(name: str, sections: list[Section], args: argparse.Namespace) -> None
         Path(args.json).write_text(written)
     if args.save:
         RESULTS.mkdir(exist_ok=True)
-        where = facts.get("gpu") or facts["cpu"]
-        count = f"{facts['gpus']}gpus" if "gpus" in facts else f"{facts['cores']}cores"
+        where = facts["gpu"] if gpu else facts["cpu"]
+        count = f"{facts['gpus']}gpus" if gpu else f"{facts['cores']}cores"
         stem = f"{slug(name)}-{slug(where)}-{count}-{facts['date']}"
         (RESULTS / f"{stem}.json").write_text(written)
         (RESULTS / f"{stem}.txt").write_text(text)

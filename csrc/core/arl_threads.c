@@ -12,9 +12,12 @@
 #include <string.h>
 
 enum {
-    THREAD_BYTES = 2 << 20,    /* least work worth one more thread: a few hundred microseconds */
-    PIECES_PER_THREAD = 4,     /* evens out rows of unequal length and cores that are busy */
-    DEFAULT_MAX = 32,          /* memory is saturated long before; an explicit number may pass it */
+    /* Least work worth one more thread, and the least piece: a huge page. Two threads that touch
+     * one first both clear it, and one of them for nothing. */
+    PIECE_BYTES = 2 << 20,
+    PIECES_PER_THREAD = 4, /* evens out rows of unequal length and cores that are busy */
+    WAKE_FAN_OUT = 2,      /* workers woken by the caller, and by each worker that wakes */
+    DEFAULT_MAX = 32,      /* memory is saturated long before; an explicit number may pass it */
 };
 
 /*
@@ -211,6 +214,16 @@ pool_take_pieces(pool_t *self)
     }
 }
 
+/* Wakes a few workers, each of which wakes a few more when it joins: the caller soon works
+ * itself, and all are awake after a few steps. Call with the mutex held. */
+static void
+pool_wake_locked(pool_t *self)
+{
+    for (int i = 0; i < WAKE_FAN_OUT && i < self->wanted; i++) {
+        (void)pthread_cond_signal(&self->work);
+    }
+}
+
 static void *
 pool_worker(void *argument)
 {
@@ -229,6 +242,7 @@ pool_worker(void *argument)
         seen = self->generation;
         self->wanted--;
         self->active++;
+        pool_wake_locked(self);
         (void)pthread_mutex_unlock(&self->mutex);
         pool_take_pieces(self);
         (void)pthread_mutex_lock(&self->mutex);
@@ -344,10 +358,8 @@ pool_get_locked(int threads)
 }
 
 static void
-pool_run(pool_t *self, int threads, int64_t count, arl_task_fn task, void *context)
+pool_run(pool_t *self, int threads, int64_t pieces, int64_t count, arl_task_fn task, void *context)
 {
-    int64_t pieces = (int64_t)threads * PIECES_PER_THREAD;
-
     (void)pthread_mutex_lock(&self->mutex);
     self->task = task;
     self->context = context;
@@ -356,14 +368,7 @@ pool_run(pool_t *self, int threads, int64_t count, arl_task_fn task, void *conte
     atomic_store_explicit(&self->next, 0, memory_order_relaxed);
     self->wanted = threads - 1 < self->workers ? threads - 1 : self->workers;
     self->generation++;
-    if (self->wanted == self->workers) {
-        (void)pthread_cond_broadcast(&self->work);
-    }
-    else {
-        for (int i = 0; i < self->wanted; i++) {
-            (void)pthread_cond_signal(&self->work);
-        }
-    }
+    pool_wake_locked(self);
     (void)pthread_mutex_unlock(&self->mutex);
     pool_take_pieces(self);
     (void)pthread_mutex_lock(&self->mutex);
@@ -377,28 +382,27 @@ pool_run(pool_t *self, int threads, int64_t count, arl_task_fn task, void *conte
 void
 arl_parallel_for(int64_t count, int64_t nbytes, arl_task_fn task, void *context)
 {
-    int64_t threads = arl_threads_count();
+    const int64_t threads_most = arl_threads_count();
+    int64_t pieces = nbytes / PIECE_BYTES;
     pool_t *workers;
 
-    if (threads > nbytes / THREAD_BYTES) {
-        threads = nbytes / THREAD_BYTES;
-    }
-    if (threads > count) {
-        threads = count;
-    }
     if (count <= 0) {
         return;
     }
-    if (threads < 2 || pthread_mutex_trylock(&gate) != 0) {
+    pieces = pieces < count ? pieces : count;
+    if (pieces < 2 || threads_most < 2 || pthread_mutex_trylock(&gate) != 0) {
         task(context, 0, count);
         return;
     }
-    workers = pool_get_locked(arl_threads_count());
+    workers = pool_get_locked((int)threads_most);
     if (workers == NULL) {
         task(context, 0, count);
     }
     else {
-        pool_run(workers, (int)threads, count, task, context);
+        const int64_t threads = pieces < threads_most ? pieces : threads_most;
+        const int64_t most = threads * PIECES_PER_THREAD;
+
+        pool_run(workers, (int)threads, pieces < most ? pieces : most, count, task, context);
     }
     (void)pthread_mutex_unlock(&gate);
 }

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The thread pool alone, without an interpreter: `threads_main quota ROOT MEMBERSHIP` prints
- * arl_threads_quota; `threads_main run` checks that every row is done exactly once, from several
+ * arl_threads_quota; `threads_main time` prints what waking everybody for nothing costs;
+ * `threads_main run` checks that every row is done exactly once, from several
  * callers at once and in children forked meanwhile, and that exit joins the threads.
  */
 #include "core/arl_threads.h"
@@ -12,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { ROWS = 1000, CALLERS = 4, CALLS = 50, FORKS = 10 };
@@ -86,6 +88,43 @@ fork_children(void)
     return wrong;
 }
 
+static void
+do_nothing(void *context, int64_t begin, int64_t end)
+{
+    (void)context;
+    (void)begin;
+    (void)end;
+}
+
+static double
+now(void)
+{
+    struct timespec time;
+
+    (void)clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+/* Microseconds a job, with pauses long enough for the workers to fall asleep, and without. */
+static void
+time_empty_jobs(void)
+{
+    double slept = 0, start;
+
+    for (int i = 0; i < 200; i++) {
+        (void)usleep(1000);
+        start = now();
+        arl_parallel_for(1 << 20, (int64_t)1 << 30, do_nothing, NULL);
+        slept += now() - start;
+    }
+    start = now();
+    for (int i = 0; i < 2000; i++) {
+        arl_parallel_for(1 << 20, (int64_t)1 << 30, do_nothing, NULL);
+    }
+    (void)printf("threads %d: %.1f us after a pause, %.1f us at once\n", arl_threads_count(),
+                 slept / 200 * 1e6, (now() - start) / 2000 * 1e6);
+}
+
 int
 main(int argc, char **argv)
 {
@@ -94,6 +133,10 @@ main(int argc, char **argv)
 
     if (argc == 4 && strcmp(argv[1], "quota") == 0) {
         (void)printf("%d\n", arl_threads_quota(argv[2], argv[3]));
+        return 0;
+    }
+    if (argc == 2 && strcmp(argv[1], "time") == 0) {
+        time_empty_jobs();
         return 0;
     }
     for (int i = 0; i < CALLERS; i++) {
