@@ -33,6 +33,38 @@ PyDict_GetItemRef(PyObject *dict, PyObject *key, PyObject **result)
     return PyErr_Occurred() ? -1 : 0;
 }
 
+static inline int
+PyDict_GetItemStringRef(PyObject *dict, const char *key, PyObject **result)
+{
+    PyObject *name = PyUnicode_FromString(key);
+    int found;
+
+    *result = NULL;
+    if (name == NULL) {
+        return -1;
+    }
+    found = PyDict_GetItemRef(dict, name, result);
+    Py_DECREF(name);
+    return found;
+}
+
+/* As in 3.13: PyObject_HasAttrString would take a failed allocation for "no". */
+static inline int
+PyObject_HasAttrStringWithError(PyObject *object, const char *name)
+{
+    PyObject *attribute = PyObject_GetAttrString(object, name);
+
+    if (attribute != NULL) {
+        Py_DECREF(attribute);
+        return 1;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    return 0;
+}
+
 static inline PyObject *
 PyList_GetItemRef(PyObject *list, Py_ssize_t index)
 {

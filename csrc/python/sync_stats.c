@@ -150,29 +150,31 @@ arl_sync_stats_new(arl_state_t *state, const arl_sync_stats_t *stats)
 static int
 read_text(PyObject *fields, const char *name, char *out, size_t size)
 {
-    PyObject *value = PyDict_GetItemString(fields, name); /* borrowed from fields */
-    const char *text;
+    PyObject *value;
+    const char *text = "";
+    int found = PyDict_GetItemStringRef(fields, name, &value);
 
-    if (value == NULL || value == Py_None) {
-        out[0] = '\0';
-        return 0;
-    }
-    text = PyUnicode_AsUTF8(value);
-    if (text == NULL) {
+    if (found < 0) {
         return -1;
     }
-    (void)snprintf(out, size, "%s", text);
-    return 0;
+    if (found > 0 && value != Py_None) {
+        text = PyUnicode_AsUTF8(value);
+    }
+    if (text != NULL) {
+        (void)snprintf(out, size, "%s", text);
+    }
+    Py_XDECREF(value);
+    return text == NULL ? -1 : 0;
 }
 
 static int
 read_number(sync_stats_t *self, const number_field_t *field, PyObject *fields)
 {
-    PyObject *value = PyDict_GetItemString(fields, field->name); /* borrowed from fields */
+    PyObject *value;
     char *at = (char *)&self->stats + field->offset;
 
-    if (value == NULL) {
-        return 0;
+    if (PyDict_GetItemStringRef(fields, field->name, &value) <= 0) {
+        return PyErr_Occurred() ? -1 : 0;
     }
     if (field->kind == 'f') {
         *(double *)at = PyFloat_AsDouble(value);
@@ -183,6 +185,7 @@ read_number(sync_stats_t *self, const number_field_t *field, PyObject *fields)
     else {
         *(int64_t *)at = PyLong_AsLongLong(value);
     }
+    Py_DECREF(value);
     return PyErr_Occurred() ? -1 : 0;
 }
 

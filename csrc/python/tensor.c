@@ -31,6 +31,10 @@ torch_cache_dtypes(arl_state_t *state, PyObject *torch)
         }
         dtype = PyObject_GetAttrString(torch, arl_dtype_name((arl_dtype_t)i));
         if (dtype == NULL) { /* a dtype younger than this torch */
+            if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+                Py_DECREF(dtypes);
+                return -1;
+            }
             PyErr_Clear();
             continue;
         }
@@ -87,6 +91,9 @@ arl_torch_ready(arl_state_t *state)
     }
     torch = PyMapping_GetItemString(modules, "torch");
     if (torch == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_KeyError)) {
+            return -1;
+        }
         PyErr_Clear();
         return 0;
     }
@@ -557,9 +564,9 @@ tensor_import_any(arl_state_t *state, PyObject *object, const char *key, arl_sta
     if (torch != 0) {
         return torch < 0 ? -1 : torch_import(state, object, key, code, out_p);
     }
-    dlpack = PyObject_HasAttrString(object, "__dlpack__");
-    if (dlpack) {
-        return dlpack_import(state, object, key, code, out_p);
+    dlpack = PyObject_HasAttrStringWithError(object, "__dlpack__");
+    if (dlpack != 0) {
+        return dlpack < 0 ? -1 : dlpack_import(state, object, key, code, out_p);
     }
     (void)arl_raise_format(state, code == ARL_ERR_PAYLOAD ? code : ARL_ERR_TYPE, "import tensor",
                            "%s: expected a torch tensor, a NumPy array or an object with "

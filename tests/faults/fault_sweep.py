@@ -21,7 +21,7 @@ import leak_cases  # noqa: E402
 import leak_measure  # noqa: E402
 
 SYSTEM, PYTHON = 1, 2
-SWEEPS = 8
+SWEEPS = 40
 LIMIT = 20_000
 
 faults = ctypes.PyDLL(core.__file__)
@@ -29,17 +29,40 @@ faults.arl_faults_call.argtypes = (ctypes.py_object, ctypes.c_int, ctypes.c_long
 faults.arl_faults_call.restype = ctypes.py_object
 
 
+def fail_call(case: leak_cases.Case, kinds: int, n: int) -> bool:
+    """Run the case with its n-th call failing; False when it has fewer calls than that."""
+    with contextlib.suppress(MemoryError, OSError, core.ArcticError):
+        faults.arl_faults_call(case.call, kinds, n)
+    return bool(faults.arl_faults_fired())
+
+
 def sweep(name: str, case: leak_cases.Case, kinds: int) -> int:
     """Every n until the case runs through; returns how many there were."""
     for n in range(1, LIMIT):
-        print(f"{name}: call {n} fails", end="\r", flush=True)
-        with contextlib.suppress(MemoryError, OSError, core.ArcticError):
-            faults.arl_faults_call(case.call, kinds, n)
-        hit = faults.arl_faults_fired()
+        print(f"{name}: call {n} fails", flush=True)
+        hit = fail_call(case, kinds, n)
         case.call()
         if not hit:
             return n - 1
     raise AssertionError(f"{name} still fails after {LIMIT} calls")
+
+
+def locate(case: leak_cases.Case, kinds: int, count: int, repeats: int = 20) -> list[str]:
+    """Which n leak: those that grow some counter by one or more each time."""
+    meter = leak_measure.Meter(leak_measure.tracked(case))
+    found = []
+    for n in range(1, count + 1):
+        fail_call(case, kinds, n)
+        meter.read(0)
+        meter.read(0)
+        for _ in range(repeats):
+            fail_call(case, kinds, n)
+        meter.read(1)
+        grown = {name: steps[0] for name, steps in meter.growth(1).items()}
+        grown = {name: step for name, step in grown.items() if abs(step) >= repeats}
+        if grown:
+            found.append(f"call {n}: {grown} in {repeats} failures")
+    return found
 
 
 def main(name: str) -> int:
@@ -58,10 +81,12 @@ def main(name: str) -> int:
         problems = meter.growth(row)
         if not problems:
             break
-    case.close()
     print(f"{name}: {count} calls made to fail, one at a time")
     for key, steps in problems.items():
-        print(f"{key}: {steps} in sweeps of {count} failures")
+        print(f"{key}: {steps[-8:]} in sweeps of {count} failures")
+    if problems:
+        print("\n".join(locate(case, kinds, count)))
+    case.close()
     return 1 if problems else 0
 
 

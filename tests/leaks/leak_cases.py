@@ -243,7 +243,7 @@ def weight_sync() -> Case:
             core.WeightReceiver(target, aliases={"c": "a"}, log=str) as receiver,
         ):
             stats = receiver.pull(sender.offer(), verify="all")
-            assert pickle.loads(pickle.dumps(stats)).as_dict() == stats.as_dict()
+            assert core.SyncStats(**stats.as_dict()).as_dict() == stats.as_dict()
             assert "host_shm" in repr(sender.serve())
             offer = sender.offer()
             refused(core.WeightSyncError, receiver.pull, offer[:-1])
@@ -536,3 +536,13 @@ def client() -> Case:
         refused(core.ConfigError, core.ArcticRLClient, transport, {"remote_backend": 1})
 
     return Case(call, (data, transport, *configs))
+
+
+# As with the exceptions: the interpreter's pickle leaks when its own allocations fail.
+@case("SyncStats", faults=False)
+def sync_stats_pickled() -> Case:
+    with core.WeightSender({"a": np.arange(3)}) as sender:
+        with core.WeightReceiver({"a": np.arange(3)}) as receiver:
+            stats = receiver.pull(sender.offer())
+        sender.serve()
+    return Case(lambda: pickle.loads(pickle.dumps(stats)), (stats,))
