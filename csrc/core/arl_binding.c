@@ -146,8 +146,8 @@ text_contains(const char *name, uint32_t length, const arl_text_t *part)
     return part->length > 0 && memmem(name, length, part->text, part->length) != NULL;
 }
 
-static bool
-set_excludes(const arl_binding_set_t *set, const char *name, uint32_t length)
+bool
+arl_binding_set_excludes(const arl_binding_set_t *set, const char *name, uint32_t length)
 {
     for (uint32_t i = 0; i < set->excluded_count; i++) {
         if (text_contains(name, length, &set->excluded[i])) {
@@ -183,7 +183,7 @@ arl_binding_set_init(arl_binding_set_t *set, arl_error_t *err)
             set->next[i] = set->next[first];
             set->next[first] = i;
         }
-        else if (!set_excludes(set, binding->name, binding->name_length)) {
+        else if (!arl_binding_set_excludes(set, binding->name, binding->name_length)) {
             set->names++;
         }
     }
@@ -224,7 +224,7 @@ check_excluded(const check_t *check, uint32_t tensor)
 {
     const arl_offer_tensor_t *t = &check->offer->tensors[tensor];
 
-    return set_excludes(check->set, t->name, t->name_length);
+    return arl_binding_set_excludes(check->set, t->name, t->name_length);
 }
 
 /* Gives each name that was sent its tensor. */
@@ -380,7 +380,7 @@ check_names(const check_t *check, uint32_t *untouched_p, arl_error_t *err)
 
         if (arl_names_find(&set->index, binding->name, binding->name_length, &first) &&
             first == i && check->source[i] == NONE &&
-            !set_excludes(set, binding->name, binding->name_length)) {
+            !arl_binding_set_excludes(set, binding->name, binding->name_length)) {
             names[n++] = (arl_text_t){binding->name, binding->name_length};
         }
     }
@@ -488,7 +488,7 @@ check_quantised(const check_t *check, const arl_binding_t *binding, arl_error_t 
         uint32_t found;
 
         if (arl_names_find(&check->set->index, name, length, &found) &&
-            set_excludes(check->set, name, length)) {
+            arl_binding_set_excludes(check->set, name, length)) {
             return arl_error_set(err, ARL_ERR_MISMATCH, CHECK,
                                  "%.*s is quantised (%s) and its scale %s is not synced, so its "
                                  "new values would be read with the old scale; sync both "
@@ -507,7 +507,7 @@ binding_source(const check_t *check, uint32_t i)
     const arl_binding_t *binding = &check->set->bindings[i];
     uint32_t first;
 
-    if (set_excludes(check->set, binding->name, binding->name_length) ||
+    if (arl_binding_set_excludes(check->set, binding->name, binding->name_length) ||
         !arl_names_find(&check->set->index, binding->name, binding->name_length, &first)) {
         return NONE;
     }

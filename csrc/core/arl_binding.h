@@ -63,6 +63,9 @@ typedef struct arl_binding_set {
 arl_status_t arl_binding_set_init(arl_binding_set_t *set, arl_error_t *err);
 void arl_binding_set_free(arl_binding_set_t *set);
 
+/* Whether a name is among those that are never synced. */
+bool arl_binding_set_excludes(const arl_binding_set_t *set, const char *name, uint32_t length);
+
 typedef struct arl_plan_report {
     uint32_t sender_names; /* that count, contract 6.4 */
     uint32_t expected_names;

@@ -72,20 +72,22 @@ read_options(weight_sender_t *self, PyObject *const *wishes, PyObject *transport
 static PyObject *
 weight_sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"params",    "cuda_ipc", "low_memory", "transport",  "receivers",
-                            "colocated", "timeout",  "verify",     "ring_bytes", NULL};
+    static char *names[] = {"params",     "cuda_ipc",    "low_memory", "transport",
+                            "receivers",  "colocated",   "timeout",    "verify",
+                            "ring_bytes", "keep_mapped", NULL};
     PyObject *params, *transport = Py_None, *timeout = NULL, *verify = NULL;
     PyObject *wishes[3] = {NULL, NULL, NULL};
     long receivers = 1;
     long long ring_bytes = 0;
+    int keep_mapped = 0;
     arl_error_t err = ARL_ERROR_INIT;
     arl_state_t *state = arl_state_from_type(type);
     weight_sender_t *self;
 
     if (state == NULL ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOOlOOOL:WeightSender", names, &params,
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOOlOOOLp:WeightSender", names, &params,
                                      &wishes[0], &wishes[1], &transport, &receivers, &wishes[2],
-                                     &timeout, &verify, &ring_bytes)) {
+                                     &timeout, &verify, &ring_bytes, &keep_mapped)) {
         return NULL;
     }
     self = (weight_sender_t *)type->tp_alloc(type, 0);
@@ -97,6 +99,7 @@ weight_sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         (void)arl_raise(state, &err);
         goto release;
     }
+    self->sender.keep_mapped = keep_mapped != 0;
     if (read_options(self, wishes, transport, receivers, timeout, verify, ring_bytes) < 0 ||
         arl_params_read(state, params, ARL_ROLE_SENDER, &self->params) < 0) {
         goto release;
@@ -315,6 +318,7 @@ weight_sender_close(PyObject *op, PyObject *unused)
     if (status < 0) {
         return NULL;
     }
+    arl_sender_close(&self->sender, false);
     self->guard.closed = true;
     arl_params_clear(&self->params);
     return Py_NewRef(Py_None);
@@ -392,7 +396,7 @@ weight_sender_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
 
     PyObject_GC_UnTrack(op);
-    arl_sender_abandon(&self->sender, arl_guard_forked(&self->guard));
+    arl_sender_close(&self->sender, arl_guard_forked(&self->guard));
     (void)weight_sender_clear(op);
     Py_CLEAR(self->transport_name);
     type->tp_free(op);
@@ -402,7 +406,8 @@ weight_sender_dealloc(PyObject *op)
 PyDoc_STRVAR(
     weight_sender_doc,
     "WeightSender(params, *, cuda_ipc=None, low_memory=None, transport=None, receivers=1,\n"
-    "             colocated=None, timeout=60.0, verify=None, ring_bytes=0)\n--\n\n"
+    "             colocated=None, timeout=60.0, verify=None, ring_bytes=0,\n"
+    "             keep_mapped=False)\n--\n\n"
     "The trainer's side of weight sync.\n\n"
     "params: mapping of name to tensor, or an iterable of pairs such as\n"
     "model.named_parameters(). Tensors of any strides and any fixed-width dtype, all in CPU\n"
@@ -415,7 +420,9 @@ PyDoc_STRVAR(
     "both from offer().\n\n"
     "receivers: how many pull each offer. timeout: seconds for each call that waits, unless the\n"
     "call is given its own. verify: \"all\" or \"sample\" puts checksums into the offers, for\n"
-    "pull(verify=). ring_bytes: size of the ring of low_memory; 0 is the default size.\n\n"
+    "pull(verify=). ring_bytes: size of the ring of low_memory; 0 is the default size.\n"
+    "keep_mapped=True keeps what the next offer can use again (over host_shm the shared memory,\n"
+    "which is most of the time of an offer), until close().\n\n"
     "Use: offer(), send the bytes to the receivers, serve(), release(). One thread at a time.");
 
 PyDoc_STRVAR(
@@ -439,8 +446,8 @@ PyDoc_STRVAR(release_doc,
              "release($self, /, *, timeout=None)\n--\n\n"
              "End the offer and give its memory back. Receivers that have not begun are refused.\n"
              "Does nothing without an offer.\n\n"
-             "Raises PeerTimeoutError when receivers still read the parameters themselves "
-             "(cuda_ipc);\nthe offer then stays.");
+             "Raises PeerTimeoutError when receivers still read memory that will be used again\n"
+             "(cuda_ipc, keep_mapped); the offer then stays.");
 
 PyDoc_STRVAR(close_doc, "close($self, /)\n--\n\n"
                         "End the offer and let go of the parameters. Twice is fine.");

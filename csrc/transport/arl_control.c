@@ -289,6 +289,7 @@ static arl_status_t
 explain_missing(const arl_offer_t *offer, arl_error_t *err)
 {
     if (!arl_peer_alive(offer->sender.pid, offer->sender.start_time)) {
+        arl_shm_sweep(); /* of what it may have left */
         return sender_gone(offer, err);
     }
     return arl_error_set(err, ARL_ERR_SYNC, PULL,
@@ -326,7 +327,7 @@ arl_control_attach(const arl_offer_t *offer, arl_control_t **control_p, arl_erro
     arl_peer_watch_open(&control->sender_watch, &offer->sender);
     if (!arl_peer_watch_alive(&control->sender_watch)) {
         status = sender_gone(offer, err);
-        arl_shm_unlink(&control->shm); /* nobody else would */
+        arl_shm_sweep(); /* what it left: nobody else may come */
         goto close_watch;
     }
     ARL_CHECK_GOTO(status, arl_control_check_sender(control, err), close_watch);

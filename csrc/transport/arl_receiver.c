@@ -385,6 +385,15 @@ arl_receiver_end(arl_receiver_t *receiver, arl_session_t *session, const arl_err
     session->stats.total_s = arl_deadline_elapsed_s(session->pull.deadline);
 }
 
+void
+arl_session_forget(arl_session_t *session)
+{
+    arl_control_forget(session->pull.control);
+    session->pull.control = NULL;
+    session->pull.local = NULL; /* counted in the parent */
+    arl_offer_free(&session->offer);
+}
+
 arl_status_t
 arl_receiver_pull(arl_receiver_t *receiver, const void *bytes, size_t size, arl_verify_t verify,
                   arl_deadline_t *deadline, arl_sync_stats_t *stats_p, bool *fresh_p,

@@ -70,6 +70,9 @@ arl_status_t arl_receiver_copy(arl_receiver_t *receiver, arl_session_t *session,
  */
 void arl_receiver_end(arl_receiver_t *receiver, arl_session_t *session, const arl_error_t *reason);
 
+/* In a child after fork: lets go of a session of the parent without a word to the sender. */
+void arl_session_forget(arl_session_t *session);
+
 /* Begin, copy, end. */
 arl_status_t arl_receiver_pull(arl_receiver_t *receiver, const void *bytes, size_t size,
                                arl_verify_t verify, arl_deadline_t *deadline,

@@ -236,8 +236,8 @@ fill_stats(const arl_sender_t *sender, const arl_export_t *export, const arl_off
 
 /* Makes the export and its control block; on success the sender owns the export and `offer`. */
 static arl_status_t
-make_export(arl_sender_t *sender, const arl_export_request_t *request, uint8_t **bytes_p,
-            size_t *size_p, arl_error_t *err)
+make_export(arl_sender_t *sender, arl_export_request_t *request, uint8_t **bytes_p, size_t *size_p,
+            arl_error_t *err)
 {
     const arl_transport_t *transport;
     arl_export_t *export = NULL;
@@ -249,6 +249,7 @@ make_export(arl_sender_t *sender, const arl_export_request_t *request, uint8_t *
                    arl_transport_choose(&sender->choice, request, &transport, offer.fallback, err),
                    free_offer);
     offer.transport = (uint32_t)transport->id;
+    request->kept = &sender->kept[transport->id];
     ARL_CHECK_GOTO(status, transport->offer(request, &offer, &export, err), free_offer);
     export->transport = transport;
     export->tensors = request->count;
@@ -286,6 +287,7 @@ arl_sender_offer(arl_sender_t *sender, const arl_source_t *sources, uint32_t cou
         .receivers = sender->receivers,
         .verify = sender->verify,
         .ring_bytes = sender->ring_bytes,
+        .keep = sender->keep_mapped,
         .stream = stream,
         .deadline = deadline,
     };
@@ -375,13 +377,13 @@ arl_sender_release(arl_sender_t *sender, arl_deadline_t *deadline, arl_error_t *
         return ARL_OK;
     }
     arl_control_set_sender(export->control, ARL_SENDER_RELEASED);
-    if (export->transport->in_place) {
+    if (export->in_place) {
         arl_status_t status = arl_deadline_wait(deadline, release_ready, NULL, export->control);
 
         if (status != ARL_OK) {
             return arl_error_set(err, status, RELEASE,
-                                 "after %.1f s, %u receivers still read this memory; it must not "
-                                 "be freed or written to yet",
+                                 "after %.1f s, %u receivers still read the memory of this offer; "
+                                 "it must not be freed or written to yet",
                                  arl_deadline_elapsed_s(deadline),
                                  arl_control_active(export->control));
         }
@@ -409,6 +411,17 @@ arl_sender_abandon(arl_sender_t *sender, bool forked)
     arl_control_close(export->control);
     export->control = NULL;
     arl_export_drop(export);
+}
+
+void
+arl_sender_close(arl_sender_t *sender, bool forked)
+{
+    arl_sender_abandon(sender, forked);
+    for (uint32_t i = 0; i < ARL_TRANSPORT_COUNT; i++) {
+        if (sender->kept[i] != NULL) {
+            arl_transport_get(i)->discard(&sender->kept[i], forked);
+        }
+    }
 }
 
 int64_t

@@ -12,13 +12,16 @@ typedef struct arl_sender {
     uint32_t receivers;
     arl_verify_t verify;
     int64_t ring_bytes;
+    bool keep_mapped;
     arl_choice_t choice;
     arl_export_t *current;  /* NULL when there is no offer out */
     arl_offer_t offer;      /* of `current`, for streaming */
     arl_sync_stats_t stats; /* of `current` */
+    void *kept[ARL_TRANSPORT_COUNT];
 } arl_sender_t;
 
-/* Draws the nonce. `receivers`, `verify`, `ring_bytes` and `choice` are the caller's to fill. */
+/* Draws the nonce. `receivers`, `verify`, `ring_bytes`, `keep_mapped` and `choice` are the
+ * caller's to fill. */
 arl_status_t arl_sender_init(arl_sender_t *sender, arl_error_t *err);
 
 /*
@@ -35,12 +38,15 @@ arl_status_t arl_sender_serve(arl_sender_t *sender, const arl_feed_t *feed,
                               arl_deadline_t *deadline, arl_sync_stats_t *stats_p,
                               arl_error_t *err);
 
-/* Ends the offer. Waits only where receivers are reading the sender's own memory just now; when
- * the deadline passes then, the offer stays. Without an offer it does nothing. */
+/* Ends the offer. Waits only where receivers are reading memory just now that will be used again;
+ * when the deadline passes then, the offer stays. Without an offer it does nothing. */
 arl_status_t arl_sender_release(arl_sender_t *sender, arl_deadline_t *deadline, arl_error_t *err);
 
 /* Ends the offer at once, whoever uses it. `forked`: in a child of the process that made it. */
 void arl_sender_abandon(arl_sender_t *sender, bool forked);
+
+/* Gives back what is kept for the next offer. After the end of the last one. */
+void arl_sender_close(arl_sender_t *sender, bool forked);
 
 /* Ends of offers that this sender, or a receiver of this process, still holds. */
 int64_t arl_sender_live(const arl_sender_t *sender);

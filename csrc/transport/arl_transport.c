@@ -14,7 +14,7 @@ static const arl_transport_t *const transports[ARL_TRANSPORT_COUNT] = {
 
 /* ---- transports to come ---------------------------------------------------------------------- */
 
-#define ARL_TRANSPORT_TO_COME(field, constant, streams_, in_place_, same_host_, instead)           \
+#define ARL_TRANSPORT_TO_COME(field, constant, streams_, same_host_, instead)                      \
     static arl_status_t field##_probe(arl_error_t *err)                                            \
     {                                                                                              \
         return arl_error_set(err, ARL_ERR_UNAVAILABLE, CHOOSE,                                     \
@@ -27,15 +27,14 @@ static const arl_transport_t *const transports[ARL_TRANSPORT_COUNT] = {
         .needs_gpu = true,                                                                         \
         .same_host = (same_host_),                                                                 \
         .streams = (streams_),                                                                     \
-        .in_place = (in_place_),                                                                   \
         .probe = field##_probe,                                                                    \
     }
 
-ARL_TRANSPORT_TO_COME(cuda_ipc, ARL_TRANSPORT_CUDA_IPC, false, true, true,
+ARL_TRANSPORT_TO_COME(cuda_ipc, ARL_TRANSPORT_CUDA_IPC, false, true,
                       "keep the parameters in CPU memory and it is host_shm");
-ARL_TRANSPORT_TO_COME(ring, ARL_TRANSPORT_RING, true, false, true,
+ARL_TRANSPORT_TO_COME(ring, ARL_TRANSPORT_RING, true, true,
                       "leave low_memory out, and keep the parameters in CPU memory for host_shm");
-ARL_TRANSPORT_TO_COME(nccl, ARL_TRANSPORT_NCCL, true, false, false,
+ARL_TRANSPORT_TO_COME(nccl, ARL_TRANSPORT_NCCL, true, false,
                       "on one machine, keep the parameters in CPU memory for host_shm");
 
 /* ---- table ----------------------------------------------------------------------------------- */

@@ -46,6 +46,8 @@ typedef struct arl_export_request {
     uint32_t receivers;
     arl_verify_t verify;
     int64_t ring_bytes; /* 0: the transport's default */
+    bool keep;          /* what can serve the next offer too may be kept in `*kept` */
+    void **kept;        /* the transport's own, NULL at first; one for the life of a sender */
     void *stream;       /* CUstream of the caller, which the bytes are ordered after */
     arl_deadline_t *deadline;
 } arl_export_request_t;
@@ -63,8 +65,10 @@ typedef struct arl_export {
     uint8_t nonce[ARL_OFFER_ID_BYTES];
     uint64_t epoch;
     uint32_t tensors;
-    int64_t bytes;            /* of all distinct tensors */
-    int64_t extra_bytes;      /* memory that the offer itself takes */
+    int64_t bytes;       /* of all distinct tensors */
+    int64_t extra_bytes; /* memory that the offer itself takes */
+    bool in_place;       /* receivers read memory that will change when the offer is over: its end
+                          * waits for those that are at it */
     const char *const *bases; /* one for each allocation of the offer, in this process */
     int64_t references;       /* under the registry's lock */
     struct arl_export *next;  /* in the registry */
@@ -102,7 +106,6 @@ typedef struct arl_transport {
     bool needs_gpu; /* the tensors must be in GPU memory */
     bool same_host; /* offers of other machines are refused */
     bool streams;   /* bytes move during serve(); the offer has no allocations */
-    bool in_place;  /* receivers read the sender's own memory: release waits for them */
 
     /* Whether it can work in this process; ARL_ERR_UNAVAILABLE says why not. */
     arl_status_t (*probe)(arl_error_t *err);
@@ -116,7 +119,8 @@ typedef struct arl_transport {
     /*
      * Prepares an offer: fills allocs (malloc, freed by the caller) and alloc_count, blob, unit,
      * and of each tensor alloc, offset, strides and (by request->verify) checksum; the rest is
-     * there. Makes the export, with its base cleared but for bases, bytes and extra_bytes.
+     * there. Makes the export, with its base cleared but for bases, bytes, extra_bytes and
+     * in_place.
      */
     arl_status_t (*offer)(const arl_export_request_t *request, arl_offer_t *offer,
                           arl_export_t **export_p, arl_error_t *err);
@@ -128,6 +132,9 @@ typedef struct arl_transport {
     /* Frees all. No receiver of this process uses it any more; never blocks. `forked`: the
      * caller is a child of the process that made it, and must not touch what is shared. */
     void (*destroy)(arl_export_t *export, bool forked);
+
+    /* Frees what was kept between offers and sets it to NULL. NULL: nothing ever is. */
+    void (*discard)(void **kept, bool forked);
 
     /* ---- receiver ---- */
 

@@ -3,6 +3,10 @@
  * host_shm: the sender copies its tensors into one file of shared memory when it makes the
  * offer, densely, each at a multiple of 256 bytes; receivers map the file and copy from it. The
  * sender may change its tensors as soon as the offer is made.
+ *
+ * The file is for one offer, and its name goes when the last receiver has opened it; or, with
+ * keep_mapped, it stays for the next offers (base_id is not 0 then), since making its pages
+ * takes several times longer than filling them.
  */
 #include "core/arl_hash.h"
 
@@ -10,15 +14,20 @@
 #include "transport/arl_shm.h"
 #include "transport/arl_transport.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { ALIGNMENT = 256 };
 
+/* The file, which may outlive the offer. Counted: what a sender keeps, and each export. */
+typedef struct host_file {
+    arl_shm_t shm;
+    _Atomic int references;
+} host_file_t;
+
 typedef struct host_export {
     arl_export_t base;
-    arl_shm_t shm;
+    host_file_t *file;
     const char *address; /* base.bases points here */
 } host_export_t;
 
@@ -27,6 +36,7 @@ typedef struct host_import {
     arl_shm_t shm;
     arl_export_t *local; /* instead of shm */
     const char *address;
+    bool reusable; /* the next offer may come in the same file */
 } host_import_t;
 
 static arl_status_t
@@ -127,34 +137,91 @@ add_checksums(const arl_export_request_t *request, arl_offer_t *offer)
     }
 }
 
+static void
+file_drop(host_file_t *file, bool forked)
+{
+    if (atomic_fetch_sub(&file->references, 1) != 1) {
+        return;
+    }
+    if (forked) {
+        arl_shm_forget(&file->shm);
+    }
+    else {
+        arl_shm_close(&file->shm);
+    }
+    free(file);
+}
+
+static void
+host_discard(void **kept, bool forked)
+{
+    if (*kept != NULL) {
+        file_drop(*kept, forked);
+        *kept = NULL;
+    }
+}
+
+/* The kept file if it is large enough, or a new one, which is then kept if that is wanted. */
+static arl_status_t
+take_file(const arl_export_request_t *request, size_t size, host_file_t **file_p, arl_error_t *err)
+{
+    host_file_t *file = *request->kept;
+    arl_status_t status;
+
+    if (file != NULL && file->shm.size >= size) {
+        atomic_fetch_add(&file->references, 1);
+        *file_p = file;
+        return ARL_OK;
+    }
+    host_discard(request->kept, false); /* first: there may not be room for both */
+    file = calloc(1, sizeof(*file));
+    if (file == NULL) {
+        return arl_error_set(err, ARL_ERR_NOMEM, "offer", "out of memory");
+    }
+    status = arl_shm_create(size, &file->shm, err);
+    if (status != ARL_OK) {
+        free(file);
+        return status;
+    }
+    file->references = 1;
+    if (request->keep) {
+        file->references = 2;
+        *request->kept = file;
+    }
+    *file_p = file;
+    return ARL_OK;
+}
+
 static arl_status_t
 host_offer(const arl_export_request_t *request, arl_offer_t *offer, arl_export_t **export_p,
            arl_error_t *err)
 {
     host_export_t *export = calloc(1, sizeof(*export));
+    arl_offer_alloc_t *alloc = offer->allocs = calloc(1, sizeof(*offer->allocs));
     size_t size = 0;
     arl_status_t status;
 
-    offer->allocs = calloc(1, sizeof(*offer->allocs));
-    if (export == NULL || offer->allocs == NULL) {
+    if (export == NULL || alloc == NULL) {
         status = arl_error_set(err, ARL_ERR_NOMEM, "offer", "out of memory");
         goto free_export;
     }
     ARL_CHECK_GOTO(status, lay_out(request, offer, &export->base.bytes, &size, err), free_export);
-    ARL_CHECK_GOTO(status, arl_shm_create(size, &export->shm, err), free_export);
-    ARL_CHECK_GOTO(status, fill(request, offer, export->shm.map, err), close_shm);
+    ARL_CHECK_GOTO(status, take_file(request, size, &export->file, err), free_export);
+    ARL_CHECK_GOTO(status, fill(request, offer, export->file->shm.map, err), drop_file);
     add_checksums(request, offer);
     offer->alloc_count = 1;
-    offer->allocs[0].kind = ARL_ALLOC_SHM;
-    offer->allocs[0].size = size;
-    memcpy(offer->allocs[0].handle, export->shm.name, sizeof(export->shm.name));
-    export->address = export->shm.map;
+    alloc->kind = ARL_ALLOC_SHM;
+    alloc->size = export->file->shm.size;
+    alloc->base_id = request->keep;
+    memcpy(alloc->handle, export->file->shm.name, sizeof(export->file->shm.name));
+    export->address = export->file->shm.map;
     export->base.bases = &export->address;
-    export->base.extra_bytes = (int64_t)size;
+    export->base.extra_bytes = (int64_t)alloc->size;
+    export->base.in_place = request->keep;
     *export_p = &export->base;
     return ARL_OK;
-close_shm:
-    arl_shm_close(&export->shm);
+drop_file:
+    file_drop(export->file, false);
 free_export:
     free(export);
     return status;
@@ -165,49 +232,58 @@ host_destroy(arl_export_t *base, bool forked)
 {
     host_export_t *export = (host_export_t *)base;
 
-    if (forked) {
-        arl_shm_forget(&export->shm);
-    }
-    else {
-        arl_shm_close(&export->shm);
-    }
+    file_drop(export->file, forked);
     free(export);
 }
 
 /* ---- receiver -------------------------------------------------------------------------------- */
+
+/* Lets go of what it has open; the struct stays. */
+static void
+unmap(host_import_t *import)
+{
+    if (import->local != NULL) {
+        arl_export_drop(import->local);
+        import->local = NULL;
+    }
+    arl_shm_close(&import->shm);
+    import->base.mappings = 0;
+}
 
 static void
 host_close(arl_import_t **import_io, bool keep)
 {
     host_import_t *import = (host_import_t *)*import_io;
 
-    (void)keep; /* the next offer comes with a file of its own */
-    if (import == NULL) {
+    if (import == NULL || (keep && import->reusable)) {
         return;
     }
-    if (import->local != NULL) {
-        arl_export_drop(import->local);
-    }
-    arl_shm_close(&import->shm);
+    unmap(import);
     free(import);
     *import_io = NULL;
 }
 
 static arl_status_t
-host_map(const arl_pull_t *pull, host_import_t *import, arl_error_t *err)
+map(const arl_pull_t *pull, host_import_t *import, arl_error_t *err)
 {
     const arl_offer_alloc_t *alloc = &pull->offer->allocs[0];
+    const char *name = (const char *)alloc->handle;
     arl_error_t reason = ARL_ERROR_INIT;
     arl_status_t status;
 
-    status = arl_shm_open((const char *)alloc->handle, (size_t)alloc->size,
-                          pull->views ? ARL_SHM_COPY : ARL_SHM_READ, &import->shm, &reason);
-    if (status == ARL_ERR_PEER_LOST && pull->control != NULL) {
+    /* A name is given once, so the same name is the same file. */
+    if (import->base.mappings > 0 && import->shm.size == alloc->size &&
+        strcmp(import->shm.name, name) == 0) {
+        return ARL_OK;
+    }
+    unmap(import);
+    status = arl_shm_open(name, (size_t)alloc->size, pull->views ? ARL_SHM_COPY : ARL_SHM_READ,
+                          &import->shm, &reason);
+    if (status == ARL_ERR_PEER_LOST) {
         /* The name is gone: the sender has released the offer, or died and was swept away. */
-        arl_status_t why = arl_control_check_sender(pull->control, err);
-
-        return why != ARL_OK
-                   ? why
+        status = arl_control_check_sender(pull->control, err);
+        return status != ARL_OK
+                   ? status
                    : arl_error_set(err, ARL_ERR_SYNC, "pull",
                                    "the shared memory of this offer was removed: %s", reason.text);
     }
@@ -215,6 +291,7 @@ host_map(const arl_pull_t *pull, host_import_t *import, arl_error_t *err)
         return arl_error_copy(err, &reason);
     }
     import->address = import->shm.map;
+    import->reusable = alloc->base_id != 0 && !pull->views;
     import->base.mappings = 1;
     return ARL_OK;
 }
@@ -223,37 +300,37 @@ static arl_status_t
 host_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err)
 {
     const arl_offer_t *offer = pull->offer;
-    host_import_t *import;
-    arl_status_t status = ARL_OK;
+    host_import_t *import = (host_import_t *)*import_io;
+    arl_status_t status;
 
     if (offer->alloc_count != 1 || offer->allocs[0].kind != ARL_ALLOC_SHM) {
         return arl_error_set(err, ARL_ERR_SYNC, "pull",
                              "offer is not valid: host_shm has one file of shared memory");
     }
-    import = calloc(1, sizeof(*import));
-    if (import == NULL) {
+    if (import == NULL && (import = calloc(1, sizeof(*import))) == NULL) {
         return arl_error_set(err, ARL_ERR_NOMEM, "pull", "out of memory");
     }
+    *import_io = &import->base;
     import->base.transport = &arl_transport_host_shm;
     import->base.bases = &import->address;
     if (pull->local != NULL && !pull->views) {
-        import->address = pull->local->bases[0];
+        unmap(import);
         import->local = arl_export_hold(pull->local);
+        import->address = import->local->bases[0];
+        import->reusable = false;
     }
     else {
-        status = host_map(pull, import, err);
+        status = map(pull, import, err);
+        if (status != ARL_OK) {
+            return status; /* the caller closes what is in *import_io */
+        }
     }
-    if (status != ARL_OK) {
-        free(import);
-        return status;
-    }
-    if (arl_control_opened(pull->control)) {
+    if (arl_control_opened(pull->control) && offer->allocs[0].base_id == 0) {
         arl_shm_t name_only = {0};
 
         memcpy(name_only.name, offer->allocs[0].handle, sizeof(name_only.name));
         arl_shm_unlink(&name_only);
     }
-    *import_io = &import->base;
     return ARL_OK;
 }
 
@@ -278,10 +355,10 @@ const arl_transport_t arl_transport_host_shm = {
     .needs_gpu = false,
     .same_host = true,
     .streams = false,
-    .in_place = false,
     .probe = host_probe,
     .offer = host_offer,
     .destroy = host_destroy,
+    .discard = host_discard,
     .open = host_open,
     .copy = host_copy,
     .checksum = host_checksum,
