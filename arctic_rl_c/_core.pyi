@@ -127,6 +127,7 @@ class Operation(Coroutine[Any, Any, _T_co], Generic[_T_co]):
 
 _Verify: TypeAlias = Literal["all", "sample"] | None
 
+@final
 class SyncStats:
     def __new__(cls, **fields: str | float | None) -> Self: ...
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]: ...
@@ -162,6 +163,7 @@ class SyncStats:
     @property
     def seconds(self) -> float: ...
 
+@final
 class WeightReceiver:
     def __new__(
         cls,
@@ -181,11 +183,18 @@ class WeightReceiver:
     def live_mappings(self) -> int: ...
     def pull(
         self,
-        offer: bytes | bytearray | memoryview,
+        offer: Buffer,
         *,
         timeout: float | None = None,
         verify: _Verify = None,
     ) -> SyncStats: ...
+    def views(
+        self,
+        offer: Buffer,
+        *,
+        timeout: float | None = None,
+        verify: _Verify = None,
+    ) -> WeightViews: ...
     @property
     def closed(self) -> bool: ...
     @property
@@ -193,6 +202,7 @@ class WeightReceiver:
     @property
     def version(self) -> int | None: ...
 
+@final
 class WeightSender:
     def __new__(
         cls,
@@ -206,6 +216,7 @@ class WeightSender:
         timeout: float | None = 60.0,
         verify: _Verify = None,
         ring_bytes: int = 0,
+        keep_mapped: bool = False,
     ) -> Self: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *exc_info: object) -> None: ...

@@ -243,6 +243,7 @@ arl_state_t *arl_state_from_type(PyTypeObject *type);
     X(operation)                                                                                   \
     X(weight_sender)                                                                               \
     X(weight_receiver)                                                                             \
+    X(weight_views)                                                                                \
     X(sync_stats)                                                                                  \
     X(show_config)
 

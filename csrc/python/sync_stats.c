@@ -118,18 +118,16 @@ static PyObject *
 sync_stats_repr(PyObject *self)
 {
     const arl_sync_stats_t *stats = &((sync_stats_t *)self)->stats;
-    const double gib = (double)stats->bytes / (double)(1 << 30);
+    const double mib = (double)stats->bytes / (1 << 20);
     char text[512], reason[ARL_OFFER_REASON_MAX + 32] = "";
 
     if (stats->fallback[0] != '\0') {
         (void)snprintf(reason, sizeof(reason), ", fallback_reason='%s'", stats->fallback);
     }
     (void)snprintf(text, sizeof(text),
-                   "<SyncStats version %llu: %lld tensors, %.3f GiB over %s in %.3f ms (%.2f "
-                   "GiB/s)%s>",
-                   (unsigned long long)stats->version, (long long)stats->tensors, gib,
-                   stats->transport->name, stats->total_s * 1e3,
-                   stats->total_s > 0 ? gib / stats->total_s : 0.0, reason);
+                   "<SyncStats version %llu: %lld tensors, %.2f MiB over %s in %.2f ms%s>",
+                   (unsigned long long)stats->version, (long long)stats->tensors, mib,
+                   stats->transport->name, stats->total_s * 1e3, reason);
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 

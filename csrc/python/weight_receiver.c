@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "python/errors.h"
-#include "python/weights.h"
+#include "python/weight_receiver.h"
 
-#include "transport/arl_receiver.h"
+#include "python/errors.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -13,24 +12,11 @@ static const char *const non_synced_default[] = {
     ".weight_qzeros", ".weight_g_idx", ".weight_packed", ".weight_shape",
 };
 
-typedef struct weight_receiver {
-    PyObject_HEAD
-    arl_guard_t guard;
-    arl_receiver_t receiver;
-    arl_params_t params;
-    arl_binding_t *bindings; /* one for each of params */
-    arl_alias_t *aliases;
-    arl_text_t *excluded;
-    PyObject *texts; /* tuple of str: owns what aliases and excluded point at */
-    PyObject *log;   /* callable or None */
-    double timeout;
-} weight_receiver_t;
-
 /* ---- making ---------------------------------------------------------------------------------- */
 
 /* The bindings, from the views as they are now. */
 static int
-bind_params(arl_state_t *state, weight_receiver_t *self)
+bind_params(arl_state_t *state, arl_weight_receiver_t *self)
 {
     arl_error_t err = ARL_ERROR_INIT;
     arl_binding_set_t *set = &self->receiver.set;
@@ -73,7 +59,7 @@ text_of(PyObject *object, const char *what, const char **text_p, Py_ssize_t *len
 
 /* Returns a tuple (of name, target, name, target, …) that owns the texts. */
 static PyObject *
-read_aliases(weight_receiver_t *self, PyObject *aliases)
+read_aliases(arl_weight_receiver_t *self, PyObject *aliases)
 {
     PyObject *items, *texts;
     Py_ssize_t count;
@@ -123,7 +109,7 @@ release:
 
 /* Returns a tuple that owns the texts; empty for the default ones. */
 static PyObject *
-read_excluded(weight_receiver_t *self, PyObject *parts)
+read_excluded(arl_weight_receiver_t *self, PyObject *parts)
 {
     const Py_ssize_t standard = sizeof(non_synced_default) / sizeof(non_synced_default[0]);
     PyObject *texts = parts == Py_None ? PyTuple_New(0) : PySequence_Tuple(parts);
@@ -165,7 +151,7 @@ read_excluded(weight_receiver_t *self, PyObject *parts)
 }
 
 static int
-read_texts(weight_receiver_t *self, PyObject *aliases, PyObject *non_synced)
+read_texts(arl_weight_receiver_t *self, PyObject *aliases, PyObject *non_synced)
 {
     PyObject *alias_texts, *excluded_texts;
 
@@ -202,18 +188,23 @@ weight_receiver_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyObject *params, *aliases = Py_None, *non_synced = Py_None, *timeout = NULL, *log = Py_None;
     int partial = 0, keep_mapped = 0;
     arl_state_t *state = arl_state_from_type(type);
-    weight_receiver_t *self;
+    arl_weight_receiver_t *self;
 
     if (state == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "O|$pOOpOO:WeightReceiver",
                                                       names, &params, &partial, &aliases,
                                                       &non_synced, &keep_mapped, &timeout, &log)) {
         return NULL;
     }
-    self = (weight_receiver_t *)type->tp_alloc(type, 0);
+    self = (arl_weight_receiver_t *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
     }
     arl_guard_init(&self->guard, "WeightReceiver");
+    self->mapped = arl_mapped_new();
+    if (self->mapped == NULL) {
+        (void)PyErr_NoMemory();
+        goto release;
+    }
     self->receiver.set.partial = partial != 0;
     self->receiver.keep_mapped = keep_mapped != 0;
     self->log = Py_NewRef(log);
@@ -245,9 +236,8 @@ release:
 
 /* ---- calls ----------------------------------------------------------------------------------- */
 
-/* The contract's line, which tools look for. */
-static void
-log_names(arl_state_t *state, weight_receiver_t *self, const char *context)
+void
+arl_weight_receiver_log(arl_state_t *state, arl_weight_receiver_t *self, const char *context)
 {
     const arl_plan_report_t *report = &self->receiver.report;
     char line[256];
@@ -267,9 +257,8 @@ log_names(arl_state_t *state, weight_receiver_t *self, const char *context)
     Py_XDECREF(result);
 }
 
-/* Parameters that were given other memory are bound anew. */
-static int
-refresh(arl_state_t *state, weight_receiver_t *self)
+int
+arl_weight_receiver_refresh(arl_state_t *state, arl_weight_receiver_t *self)
 {
     bool changed;
 
@@ -280,7 +269,7 @@ refresh(arl_state_t *state, weight_receiver_t *self)
 }
 
 static int
-check_destinations(arl_state_t *state, const weight_receiver_t *self)
+check_destinations(arl_state_t *state, const arl_weight_receiver_t *self)
 {
     for (Py_ssize_t i = 0; i < self->params.count; i++) {
         if (self->bindings[i].expected) {
@@ -295,8 +284,8 @@ check_destinations(arl_state_t *state, const weight_receiver_t *self)
 }
 
 static PyObject *
-pull_bytes(arl_state_t *state, weight_receiver_t *self, const Py_buffer *offer, arl_verify_t verify,
-           double seconds)
+pull_bytes(arl_state_t *state, arl_weight_receiver_t *self, const Py_buffer *offer,
+           arl_verify_t verify, double seconds)
 {
     arl_error_t err = ARL_ERROR_INIT;
     arl_sync_stats_t stats;
@@ -306,7 +295,7 @@ pull_bytes(arl_state_t *state, weight_receiver_t *self, const Py_buffer *offer, 
     bool fresh = false;
 
     arl_deadline_start(&deadline, seconds);
-    if (refresh(state, self) < 0 || check_destinations(state, self) < 0) {
+    if (arl_weight_receiver_refresh(state, self) < 0 || check_destinations(state, self) < 0) {
         return NULL;
     }
     thread = PyEval_SaveThread();
@@ -319,7 +308,7 @@ pull_bytes(arl_state_t *state, weight_receiver_t *self, const Py_buffer *offer, 
         return arl_raise(state, &err);
     }
     if (fresh) {
-        log_names(state, self, stats.transport->name);
+        arl_weight_receiver_log(state, self, stats.transport->name);
     }
     return arl_sync_stats_new(state, &stats);
 }
@@ -328,7 +317,7 @@ static PyObject *
 weight_receiver_pull(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"offer", "timeout", "verify", NULL};
-    weight_receiver_t *self = (weight_receiver_t *)op;
+    arl_weight_receiver_t *self = (arl_weight_receiver_t *)op;
     PyObject *timeout = NULL, *verify = NULL, *result;
     arl_state_t *state = arl_state_from_type(Py_TYPE(op));
     arl_verify_t mode;
@@ -351,9 +340,28 @@ weight_receiver_pull(PyObject *op, PyObject *args, PyObject *kwargs)
 }
 
 static PyObject *
+weight_receiver_views(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"offer", "timeout", "verify", NULL};
+    arl_weight_receiver_t *self = (arl_weight_receiver_t *)op;
+    PyObject *offer, *timeout = NULL, *verify = NULL;
+    arl_state_t *state = arl_state_from_type(Py_TYPE(op));
+    arl_verify_t mode;
+    double seconds;
+
+    if (state == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OO:views", names, &offer, &timeout,
+                                     &verify) ||
+        arl_seconds(timeout, self->timeout, &seconds) < 0 || arl_verify_from(verify, &mode) < 0) {
+        return NULL;
+    }
+    return arl_weight_views_new(state, self, offer, mode, seconds);
+}
+
+static PyObject *
 weight_receiver_check(PyObject *op, PyObject *unused)
 {
-    weight_receiver_t *self = (weight_receiver_t *)op;
+    arl_weight_receiver_t *self = (arl_weight_receiver_t *)op;
     arl_state_t *state = arl_state_from_type(Py_TYPE(op));
 
     (void)unused;
@@ -371,14 +379,16 @@ weight_receiver_check(PyObject *op, PyObject *unused)
 static PyObject *
 weight_receiver_live_mappings(PyObject *op, PyObject *unused)
 {
+    const arl_weight_receiver_t *self = (const arl_weight_receiver_t *)op;
+
     (void)unused;
-    return PyLong_FromLongLong(arl_receiver_live(&((weight_receiver_t *)op)->receiver));
+    return PyLong_FromLongLong(arl_receiver_live(&self->receiver) + self->mapped->live);
 }
 
 static PyObject *
 weight_receiver_close(PyObject *op, PyObject *unused)
 {
-    weight_receiver_t *self = (weight_receiver_t *)op;
+    arl_weight_receiver_t *self = (arl_weight_receiver_t *)op;
     arl_state_t *state = arl_state_from_type(Py_TYPE(op));
 
     (void)unused;
@@ -401,7 +411,7 @@ weight_receiver_close(PyObject *op, PyObject *unused)
 static PyObject *
 weight_receiver_enter(PyObject *op, PyObject *unused)
 {
-    weight_receiver_t *self = (weight_receiver_t *)op;
+    arl_weight_receiver_t *self = (arl_weight_receiver_t *)op;
     arl_state_t *state = arl_state_from_type(Py_TYPE(op));
 
     (void)unused;
@@ -422,7 +432,7 @@ weight_receiver_exit(PyObject *op, PyObject *args)
 static PyObject *
 weight_receiver_get_version(PyObject *op, void *closure)
 {
-    const arl_receiver_t *receiver = &((weight_receiver_t *)op)->receiver;
+    const arl_receiver_t *receiver = &((arl_weight_receiver_t *)op)->receiver;
 
     (void)closure;
     return receiver->versioned ? PyLong_FromUnsignedLongLong(receiver->version)
@@ -433,22 +443,22 @@ static PyObject *
 weight_receiver_get_torn(PyObject *op, void *closure)
 {
     (void)closure;
-    return PyBool_FromLong(((weight_receiver_t *)op)->receiver.torn);
+    return PyBool_FromLong(((arl_weight_receiver_t *)op)->receiver.torn);
 }
 
 static PyObject *
 weight_receiver_get_closed(PyObject *op, void *closure)
 {
     (void)closure;
-    return PyBool_FromLong(((weight_receiver_t *)op)->guard.closed);
+    return PyBool_FromLong(((arl_weight_receiver_t *)op)->guard.closed);
 }
 
 /* ---- type ------------------------------------------------------------------------------------ */
 
 static int
-weight_receiver_traverse(PyObject *op, visitproc visit, void *arg)
+arl_weight_receiver_traverse(PyObject *op, visitproc visit, void *arg)
 {
-    weight_receiver_t *self = (weight_receiver_t *)op;
+    arl_weight_receiver_t *self = (arl_weight_receiver_t *)op;
 
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->texts);
@@ -459,7 +469,7 @@ weight_receiver_traverse(PyObject *op, visitproc visit, void *arg)
 static int
 weight_receiver_clear(PyObject *op)
 {
-    weight_receiver_t *self = (weight_receiver_t *)op;
+    arl_weight_receiver_t *self = (arl_weight_receiver_t *)op;
 
     self->guard.closed = true; /* the bindings point into what is let go here */
     arl_params_clear(&self->params);
@@ -470,7 +480,7 @@ weight_receiver_clear(PyObject *op)
 static void
 weight_receiver_dealloc(PyObject *op)
 {
-    weight_receiver_t *self = (weight_receiver_t *)op;
+    arl_weight_receiver_t *self = (arl_weight_receiver_t *)op;
     PyTypeObject *type = Py_TYPE(op);
 
     PyObject_GC_UnTrack(op);
@@ -481,6 +491,9 @@ weight_receiver_dealloc(PyObject *op)
     PyMem_Free(self->aliases);
     PyMem_Free(self->excluded);
     Py_CLEAR(self->texts);
+    if (self->mapped != NULL) {
+        arl_mapped_drop(self->mapped);
+    }
     type->tp_free(op);
     Py_DECREF(type);
 }
@@ -514,6 +527,19 @@ PyDoc_STRVAR(
     "damaged, foreign, used or over; a checksum differs), PeerLostError (the sender is gone),\n"
     "PeerTimeoutError. A failure after the first byte leaves the weights torn.");
 
+PyDoc_STRVAR(
+    views_doc,
+    "views($self, /, offer, *, timeout=None, verify=None)\n--\n\n"
+    "Read the sender's memory instead of having it copied: for engines that load by themselves.\n\n"
+    "Returns a context manager. Entering it validates the offer as pull() does and makes the\n"
+    "weights torn; it is then an iterator over (name, WeightView), once over every tensor that is\n"
+    "synced. Leaving it after all of them, without an exception, is a full pull.\n\n"
+    "    with receiver.views(offer) as tensors:\n"
+    "        model.load_weights((name, torch.from_dlpack(view)) for name, view in tensors)\n\n"
+    "What is read is valid inside of the block only. verify compares the checksum of each tensor\n"
+    "(or of a sample) before it is handed out. Raises as pull() does, when the block is entered;\n"
+    "WeightSyncError when it is left before all tensors were taken.");
+
 PyDoc_STRVAR(check_doc, "check($self, /)\n--\n\n"
                         "Raise TornWeightsError when the weights are a mixture of two versions.");
 
@@ -529,6 +555,8 @@ PyDoc_STRVAR(exit_doc, "__exit__($self, /, *exc_info)\n--\n\nClose.");
 static PyMethodDef weight_receiver_type_methods[] = {
     {"pull", (PyCFunction)(void (*)(void))weight_receiver_pull, METH_VARARGS | METH_KEYWORDS,
      pull_doc},
+    {"views", (PyCFunction)(void (*)(void))weight_receiver_views, METH_VARARGS | METH_KEYWORDS,
+     views_doc},
     {"check", weight_receiver_check, METH_NOARGS, check_doc},
     {"live_mappings", weight_receiver_live_mappings, METH_NOARGS, live_mappings_doc},
     {"close", weight_receiver_close, METH_NOARGS, close_doc},
@@ -548,14 +576,14 @@ static PyGetSetDef weight_receiver_getset[] = {
 
 static PyType_Slot weight_receiver_slots[] = {
     {Py_tp_doc, (void *)weight_receiver_doc}, {Py_tp_new, weight_receiver_new},
-    {Py_tp_dealloc, weight_receiver_dealloc}, {Py_tp_traverse, weight_receiver_traverse},
+    {Py_tp_dealloc, weight_receiver_dealloc}, {Py_tp_traverse, arl_weight_receiver_traverse},
     {Py_tp_clear, weight_receiver_clear},     {Py_tp_methods, weight_receiver_type_methods},
     {Py_tp_getset, weight_receiver_getset},   {0, NULL},
 };
 
 static PyType_Spec weight_receiver_spec = {
     .name = "arctic_rl_c.WeightReceiver",
-    .basicsize = sizeof(weight_receiver_t),
+    .basicsize = sizeof(arl_weight_receiver_t),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = weight_receiver_slots,
 };

@@ -226,7 +226,13 @@ def normalize_config() -> Case:
 # ---- weights -------------------------------------------------------------------------------------
 
 
-WEIGHT_TYPES = (core.SyncStats, core.WeightReceiver, core.WeightSender)
+WEIGHT_TYPES = (
+    core.SyncStats,
+    core.WeightReceiver,
+    core.WeightSender,
+    core.WeightView,
+    core.WeightViews,
+)
 
 
 @case(
@@ -250,9 +256,16 @@ def weight_sync() -> Case:
             refused(TypeError, receiver.pull, "text")
             sender.release()
             refused(core.WeightSyncError, receiver.pull, offer)
+            with receiver.views(sender.offer(), verify="sample") as tensors:
+                views = dict(tensors)
+                assert all((np.from_dlpack(v) == source[name]).all() for name, v in views.items())
+                assert {view.name for view in views.values()} == set(source)
+                assert all(view.nbytes and view.shape and view.dtype for view in views.values())
+            assert tensors.stats.verified == 1
+            refused(core.ClosedError, views["a"].__dlpack__)
             receiver.check()
-            assert (receiver.version, receiver.torn, receiver.closed) == (1, False, False)
-            assert (sender.version, sender.closed, sender.live_exports()) == (2, False, 0)
+            assert (receiver.version, receiver.torn, receiver.closed) == (3, False, False)
+            assert (sender.version, sender.closed, sender.live_exports()) == (3, False, 1)
             assert receiver.live_mappings() == 0
             assert all(getattr(stats, name) == value for name, value in stats.as_dict().items())
         refused(core.ClosedError, sender.offer)
