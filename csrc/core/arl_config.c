@@ -337,7 +337,7 @@ arctic_default(const arl_normalizer_t *n, const arl_field_t *field, arl_node_t *
     }
     other = arl_node_at(n->tree->root, from);
     if (other != NULL) {
-        return arl_node_copy(n->tree, other, node_p, n->err);
+        return arl_node_copy(n->tree, other, 0, node_p, n->err);
     }
     return literal_node(n->tree, "1", node_p, n->err);
 }

@@ -44,7 +44,7 @@ const arl_field_t arl_config_arctic_fields[] = {
     {"train.logits.compute_in_fp32", NULL, ARL_FIELD_BOOL, ARL_FIELD_FINAL_ONLY, "false", NULL,
      NULL, 0, 0, "Compute with logits in float32."},
     {"train.logits.compute_from_fp32_inputs", NULL, ARL_FIELD_BOOL, ARL_FIELD_FINAL_ONLY, "false",
-     NULL, NULL, 0, 0, "Compute logits from float32 inputs. Needs ZoRRO."},
+     NULL, NULL, 0, 0, "Compute logits from float32 inputs. Only with ZoRRO."},
     {"train.logits.tiled_compute", "tiled_logits_compute", ARL_FIELD_BOOL, ARL_FIELD_SEED_ONLY,
      "true", NULL, NULL, 0, 0,
      "ZoRRO computes logits in tiles. The nested form has `train.logits.optimization` "

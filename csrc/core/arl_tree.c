@@ -196,67 +196,6 @@ arl_node_new_text(arl_tree_t *tree, const char *data, size_t size, const arl_nod
     return status;
 }
 
-static arl_status_t node_copy_within(arl_tree_t *tree, const arl_node_t *node, int depth,
-                                     arl_node_t **copy_p, arl_error_t *err);
-
-static arl_status_t
-node_copy_children(arl_tree_t *tree, const arl_node_t *node, int depth, arl_node_t *copy,
-                   arl_error_t *err)
-{
-    arl_status_t status = ARL_OK;
-    arl_node_t *key = NULL, *value = NULL;
-
-    for (size_t i = 0; node->kind == ARL_NODE_LIST && i < node->as.list.count; i++) {
-        ARL_CHECK_GOTO(status, node_copy_within(tree, node->as.list.items[i], depth, &value, err),
-                       out);
-        ARL_CHECK_GOTO(status, arl_list_append(tree, copy, value, err), out);
-    }
-    for (size_t i = 0; node->kind == ARL_NODE_MAP && i < node->as.map.count; i++) {
-        const arl_pair_t *pair = &node->as.map.pairs[i];
-
-        ARL_CHECK_GOTO(status, node_copy_within(tree, pair->key, depth, &key, err), out);
-        ARL_CHECK_GOTO(status, node_copy_within(tree, pair->value, depth, &value, err), out);
-        ARL_CHECK_GOTO(status, arl_map_set_node(tree, copy, key, value, err), out);
-    }
-out:
-    return status;
-}
-
-static arl_status_t
-node_copy_within(arl_tree_t *tree, const arl_node_t *node, int depth, arl_node_t **copy_p,
-                 arl_error_t *err)
-{
-    arl_status_t status;
-    arl_node_t *copy = NULL;
-
-    if (depth >= ARL_TREE_DEPTH_MAX) {
-        return arl_tree_fail(tree, node, err, "nested more than %d levels deep",
-                             ARL_TREE_DEPTH_MAX);
-    }
-    status = arl_node_new(tree, node->kind, node, &copy, err);
-    if (status != ARL_OK) {
-        return status;
-    }
-    copy->quoted = node->quoted;
-    copy->base = node->base;
-    if (node->kind == ARL_NODE_LIST || node->kind == ARL_NODE_MAP) {
-        status = node_copy_children(tree, node, depth + 1, copy, err);
-    }
-    else {
-        copy->as = node->as; /* text is never changed in place, so it can be shared */
-    }
-    if (status == ARL_OK) {
-        *copy_p = copy;
-    }
-    return status;
-}
-
-arl_status_t
-arl_node_copy(arl_tree_t *tree, const arl_node_t *node, arl_node_t **copy_p, arl_error_t *err)
-{
-    return node_copy_within(tree, node, 0, copy_p, err);
-}
-
 /* ---- lists and maps -------------------------------------------------------------------- */
 
 arl_status_t
@@ -343,27 +282,36 @@ arl_map_get(const arl_node_t *map, const char *key)
     return pair == NULL ? NULL : pair->value;
 }
 
+/* Adds a pair whose key is not there yet. */
+static arl_status_t
+map_append(arl_tree_t *tree, arl_node_t *map, arl_node_t *key, arl_node_t *value, arl_error_t *err)
+{
+    void *array = map->as.map.pairs;
+    arl_status_t status;
+
+    if (map->as.map.count >= ARL_TREE_KEYS_MAX) {
+        return arl_tree_fail_at(tree, map, err, "more than %d keys", ARL_TREE_KEYS_MAX);
+    }
+    status =
+        array_grow(tree, &array, map->as.map.count, &map->as.map.capacity, sizeof(arl_pair_t), err);
+    if (status != ARL_OK) {
+        return status;
+    }
+    map->as.map.pairs = array;
+    map->as.map.pairs[map->as.map.count++] = (arl_pair_t){key, value};
+    key->parent = map;
+    value->parent = map;
+    return ARL_OK;
+}
+
 arl_status_t
 arl_map_set_node(arl_tree_t *tree, arl_node_t *map, arl_node_t *key, arl_node_t *value,
                  arl_error_t *err)
 {
     arl_pair_t *pair = arl_map_find_node(map, key);
-    void *array = map->as.map.pairs;
-    arl_status_t status;
 
     if (pair == NULL) {
-        if (map->as.map.count >= ARL_TREE_KEYS_MAX) {
-            return arl_tree_fail_at(tree, map, err, "more than %d keys", ARL_TREE_KEYS_MAX);
-        }
-        status = array_grow(tree, &array, map->as.map.count, &map->as.map.capacity,
-                            sizeof(arl_pair_t), err);
-        if (status != ARL_OK) {
-            return status;
-        }
-        map->as.map.pairs = array;
-        pair = &map->as.map.pairs[map->as.map.count++];
-        pair->key = key;
-        key->parent = map;
+        return map_append(tree, map, key, value, err);
     }
     pair->value = value;
     value->parent = map;
@@ -388,6 +336,62 @@ arl_map_remove(arl_node_t *map, const arl_pair_t *pair)
     memmove(&map->as.map.pairs[index], &map->as.map.pairs[index + 1],
             (map->as.map.count - index - 1) * sizeof(arl_pair_t));
     map->as.map.count--;
+}
+
+/* ---- copies ----------------------------------------------------------------------------- */
+
+static arl_status_t
+node_copy_children(arl_tree_t *tree, const arl_node_t *node, int depth, arl_node_t *copy,
+                   arl_error_t *err)
+{
+    arl_status_t status = ARL_OK;
+    arl_node_t *key = NULL, *value = NULL;
+
+    for (size_t i = 0; node->kind == ARL_NODE_LIST && i < node->as.list.count; i++) {
+        ARL_CHECK_GOTO(status, arl_node_copy(tree, node->as.list.items[i], depth, &value, err),
+                       out);
+        ARL_CHECK_GOTO(status, arl_list_append(tree, copy, value, err), out);
+    }
+    for (size_t i = 0; node->kind == ARL_NODE_MAP && i < node->as.map.count; i++) {
+        const arl_pair_t *pair = &node->as.map.pairs[i];
+
+        ARL_CHECK_GOTO(status, arl_node_copy(tree, pair->key, depth, &key, err), out);
+        ARL_CHECK_GOTO(status, arl_node_copy(tree, pair->value, depth, &value, err), out);
+        ARL_CHECK_GOTO(status, map_append(tree, copy, key, value, err), out);
+    }
+out:
+    return status;
+}
+
+arl_status_t
+arl_node_copy(arl_tree_t *tree, const arl_node_t *node, int depth, arl_node_t **copy_p,
+              arl_error_t *err)
+{
+    arl_status_t status;
+    arl_node_t *copy = NULL;
+
+    if (depth >= ARL_TREE_DEPTH_MAX &&
+        (node->kind == ARL_NODE_LIST || node->kind == ARL_NODE_MAP)) {
+        return arl_tree_fail(tree, node, err, "nested more than %d levels deep",
+                             ARL_TREE_DEPTH_MAX);
+    }
+    status = arl_node_new(tree, node->kind, node, &copy, err);
+    if (status != ARL_OK) {
+        return status;
+    }
+    copy->quoted = node->quoted;
+    copy->base = node->base;
+    copy->resolving = node->resolving;
+    if (node->kind == ARL_NODE_LIST || node->kind == ARL_NODE_MAP) {
+        status = node_copy_children(tree, node, depth + 1, copy, err);
+    }
+    else {
+        copy->as = node->as; /* text is never changed in place, so it can be shared */
+    }
+    if (status == ARL_OK) {
+        *copy_p = copy;
+    }
+    return status;
 }
 
 /* ---- paths ----------------------------------------------------------------------------- */

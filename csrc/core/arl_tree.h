@@ -109,9 +109,10 @@ arl_status_t arl_node_new(arl_tree_t *tree, arl_node_kind_t kind, const arl_node
 arl_status_t arl_node_new_text(arl_tree_t *tree, const char *data, size_t size,
                                const arl_node_t *like, arl_node_t **node_p, arl_error_t *err);
 
-/* Copies a node and all below it, places included. The copy has no parent. */
-arl_status_t arl_node_copy(arl_tree_t *tree, const arl_node_t *node, arl_node_t **copy_p,
-                           arl_error_t *err);
+/* Copies a node and all below it, places included. The copy has no parent; `depth` is the number
+ * of levels that it will have above it. */
+arl_status_t arl_node_copy(arl_tree_t *tree, const arl_node_t *node, int depth,
+                           arl_node_t **copy_p, arl_error_t *err);
 
 /* Adds at the end; the item's parent becomes the list. */
 arl_status_t arl_list_append(arl_tree_t *tree, arl_node_t *list, arl_node_t *item,

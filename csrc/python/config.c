@@ -1,355 +1,103 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "python/config.h"
 
+#include "python/config_tree.h"
 #include "python/errors.h"
 
 #include "core/arl_config.h"
+#include "core/arl_interp.h"
+#include "core/arl_override.h"
+#include "core/arl_yaml.h"
 
-/* ---- Python objects to a tree -------------------------------------------------------------
- * Objects that are not plain data are kept in a list and travel as ARL_NODE_FOREIGN: outside the
- * keys that we read, a configuration may hold anything.
+/* ---- in memory --------------------------------------------------------------------------------
  */
 
-typedef struct arl_config_reader {
-    arl_state_t *state;
-    arl_tree_t *tree;
-    PyObject *foreign; /* list */
-} arl_config_reader_t;
-
-static int
-raise_core(arl_state_t *state, const arl_error_t *err)
-{
-    (void)arl_raise(state, err);
-    return -1;
-}
-
-static arl_node_t *
-read_node(arl_config_reader_t *reader, arl_node_kind_t kind)
-{
-    arl_error_t err = ARL_ERROR_INIT;
-    arl_node_t *node;
-
-    if (arl_node_new(reader->tree, kind, NULL, &node, &err) != ARL_OK) {
-        (void)arl_raise(reader->state, &err);
-        return NULL;
-    }
-    return node;
-}
-
-static arl_node_t *
-read_foreign(arl_config_reader_t *reader, PyObject *object)
-{
-    arl_node_t *node = read_node(reader, ARL_NODE_FOREIGN);
-
-    if (node == NULL || PyList_Append(reader->foreign, object) < 0) {
-        return NULL;
-    }
-    node->as.integer = PyList_GET_SIZE(reader->foreign) - 1;
-    return node;
-}
-
-static arl_node_t *
-read_text(arl_config_reader_t *reader, PyObject *object)
-{
-    arl_error_t err = ARL_ERROR_INIT;
-    arl_node_t *node;
-    Py_ssize_t size;
-    const char *data = PyUnicode_AsUTF8AndSize(object, &size);
-
-    if (data == NULL) { /* lone surrogates: text that no YAML could hold */
-        if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
-            return NULL;
-        }
-        PyErr_Clear();
-        return read_foreign(reader, object);
-    }
-    if (arl_node_new_text(reader->tree, data, (size_t)size, NULL, &node, &err) != ARL_OK) {
-        (void)arl_raise(reader->state, &err);
-        return NULL;
-    }
-    return node;
-}
-
-static arl_node_t *read_object(arl_config_reader_t *reader, PyObject *object, int depth);
-
-static arl_node_t *
-read_dict(arl_config_reader_t *reader, PyObject *object, int depth)
-{
-    arl_node_t *map = read_node(reader, ARL_NODE_MAP);
-    PyObject *items = PyDict_Items(object); /* a copy: reading may run code of foreign types */
-    arl_error_t err = ARL_ERROR_INIT;
-
-    for (Py_ssize_t i = 0; map != NULL && items != NULL && i < PyList_GET_SIZE(items); i++) {
-        PyObject *pair = PyList_GET_ITEM(items, i); /* borrowed from items */
-        arl_node_t *key = read_object(reader, PyTuple_GET_ITEM(pair, 0), depth); /* borrowed */
-        arl_node_t *value;
-
-        /* borrowed from the pair */
-        value = key == NULL ? NULL : read_object(reader, PyTuple_GET_ITEM(pair, 1), depth);
-        if (value == NULL) {
-            map = NULL;
-        }
-        else if (arl_map_set_node(reader->tree, map, key, value, &err) != ARL_OK) {
-            (void)arl_raise(reader->state, &err);
-            map = NULL;
-        }
-    }
-    if (items == NULL) {
-        map = NULL;
-    }
-    Py_XDECREF(items);
-    return map;
-}
-
-static arl_node_t *
-read_sequence(arl_config_reader_t *reader, PyObject *object, int depth)
-{
-    arl_node_t *list = read_node(reader, ARL_NODE_LIST);
-    PyObject *items = PySequence_Tuple(object);
-    arl_error_t err = ARL_ERROR_INIT;
-
-    for (Py_ssize_t i = 0; list != NULL && items != NULL && i < PyTuple_GET_SIZE(items); i++) {
-        /* borrowed from items, which is ours */
-        arl_node_t *item = read_object(reader, PyTuple_GET_ITEM(items, i), depth);
-
-        if (item == NULL) {
-            list = NULL;
-        }
-        else if (arl_list_append(reader->tree, list, item, &err) != ARL_OK) {
-            (void)arl_raise(reader->state, &err);
-            list = NULL;
-        }
-    }
-    if (items == NULL) {
-        list = NULL;
-    }
-    Py_XDECREF(items);
-    return list;
-}
-
-/* An OmegaConf container as plain data, or NULL without an exception when it is not one.
- * OmegaConf is never imported: where it is not, no object can be of it. */
+/* A mapping as a plain dict; a new reference, or NULL with an exception set. */
 static PyObject *
-omegaconf_to_plain(PyObject *object)
+config_dict(arl_state_t *state, PyObject *mapping, const char *operation)
 {
-    PyObject *modules = PyImport_GetModuleDict(); /* borrowed: lives with the interpreter */
-    PyObject *name = PyUnicode_FromString("omegaconf"), *module = NULL, *class = NULL;
-    PyObject *is_config = NULL, *plain = NULL, *method = NULL, *args = NULL, *kwargs = NULL;
+    PyObject *plain;
 
-    if (name == NULL || PyDict_GetItemRef(modules, name, &module) <= 0 || module == Py_None) {
-        goto out;
+    if (PyDict_Check(mapping)) {
+        return Py_NewRef(mapping);
     }
-    class = PyObject_GetAttrString(module, "OmegaConf");
-    is_config = class == NULL ? NULL : PyObject_CallMethod(class, "is_config", "O", object);
-    if (is_config == NULL || is_config != Py_True) {
-        goto out;
+    plain = arl_config_omegaconf_to_plain(mapping);
+    if (plain == NULL && !PyErr_Occurred() && PyMapping_Check(mapping) &&
+        PyObject_HasAttrString(mapping, "keys")) {
+        plain = PyObject_CallOneArg((PyObject *)&PyDict_Type, mapping);
     }
-    method = PyObject_GetAttrString(class, "to_container");
-    args = PyTuple_Pack(1, object);
-    kwargs = Py_BuildValue("{s:O}", "resolve", Py_True);
-    if (method != NULL && args != NULL && kwargs != NULL) {
-        plain = PyObject_Call(method, args, kwargs);
+    if (plain != NULL && !PyDict_Check(plain)) {
+        Py_CLEAR(plain);
     }
-out:
-    Py_XDECREF(kwargs);
-    Py_XDECREF(args);
-    Py_XDECREF(method);
-    Py_XDECREF(is_config);
-    Py_XDECREF(class);
-    Py_XDECREF(module);
-    Py_XDECREF(name);
+    if (plain == NULL && !PyErr_Occurred()) {
+        return arl_raise_format(state, ARL_ERR_TYPE, operation, "config must be a mapping, not %s",
+                                Py_TYPE(mapping)->tp_name);
+    }
     return plain;
 }
 
-static arl_node_t *
-read_other(arl_config_reader_t *reader, PyObject *object, int depth)
-{
-    PyObject *plain = omegaconf_to_plain(object);
-    arl_node_t *node;
+/* Makes something of a normalised tree. */
+typedef PyObject *(*config_use_fn)(arl_state_t *state, arl_tree_t *tree, PyObject *foreign);
 
-    if (plain == NULL) {
-        return PyErr_Occurred() ? NULL : read_foreign(reader, object);
-    }
-    node = read_object(reader, plain, depth);
-    Py_DECREF(plain);
-    return node;
+static PyObject *
+use_as_dict(arl_state_t *state, arl_tree_t *tree, PyObject *foreign)
+{
+    (void)state;
+    return arl_config_tree_write(tree->root, foreign);
 }
 
-static arl_node_t *
-read_object(arl_config_reader_t *reader, PyObject *object, int depth)
+static PyObject *
+use_for_warnings(arl_state_t *state, arl_tree_t *tree, PyObject *foreign)
 {
-    arl_node_t *node;
+    arl_error_t err = ARL_ERROR_INIT;
+    arl_node_t *list;
 
-    if (depth > ARL_TREE_DEPTH_MAX) {
-        (void)arl_raise_format(reader->state, ARL_ERR_CONFIG, reader->tree->operation,
-                               "config: nested more than %d levels deep, or within itself",
-                               ARL_TREE_DEPTH_MAX);
+    if (arl_node_new(tree, ARL_NODE_LIST, NULL, &list, &err) != ARL_OK ||
+        arl_config_tree_warnings(tree, list, &err) != ARL_OK) {
+        return arl_raise(state, &err);
+    }
+    return arl_config_tree_write(list, foreign);
+}
+
+static PyObject *
+with_normalized(arl_state_t *state, PyObject *mapping, const char *operation, config_use_fn use)
+{
+    arl_error_t err = ARL_ERROR_INIT;
+    PyObject *plain, *foreign = NULL, *result = NULL;
+    arl_tree_t tree;
+
+    plain = config_dict(state, mapping, operation);
+    if (plain == NULL) {
         return NULL;
     }
-    if (object == Py_None) {
-        return read_node(reader, ARL_NODE_NULL);
+    if (arl_tree_init(&tree, operation, &err) != ARL_OK) {
+        (void)arl_raise(state, &err);
+        goto free_tree;
     }
-    if (PyBool_Check(object)) {
-        node = read_node(reader, ARL_NODE_BOOL);
-        if (node != NULL) {
-            node->as.boolean = object == Py_True;
-        }
-        return node;
+    foreign = PyList_New(0);
+    if (foreign == NULL) {
+        goto free_tree;
     }
-    if (PyLong_Check(object)) {
-        int overflow;
-        long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
-
-        if (overflow != 0) {
-            return read_foreign(reader, object);
-        }
-        node = read_node(reader, ARL_NODE_INT);
-        if (node != NULL) {
-            node->as.integer = value;
-        }
-        return node;
+    tree.root = arl_config_tree_read(state, &tree, foreign, plain);
+    if (tree.root == NULL) {
+        goto free_tree;
     }
-    if (PyFloat_Check(object)) {
-        node = read_node(reader, ARL_NODE_FLOAT);
-        if (node != NULL) {
-            node->as.real = PyFloat_AS_DOUBLE(object);
-        }
-        return node;
+    if (arl_config_tree_normalize(&tree, &err) != ARL_OK) {
+        (void)arl_raise(state, &err);
+        goto free_tree;
     }
-    if (PyUnicode_Check(object)) {
-        return read_text(reader, object);
-    }
-    if (PyDict_Check(object)) {
-        return read_dict(reader, object, depth + 1);
-    }
-    if (PyList_Check(object) || PyTuple_Check(object)) {
-        return read_sequence(reader, object, depth + 1);
-    }
-    return read_other(reader, object, depth);
-}
-
-/* ---- a tree to Python objects ------------------------------------------------------------- */
-
-static PyObject *write_node(arl_state_t *state, const arl_node_t *node, PyObject *foreign);
-
-static PyObject *
-write_list(arl_state_t *state, const arl_node_t *node, PyObject *foreign)
-{
-    PyObject *list = PyList_New((Py_ssize_t)node->as.list.count);
-
-    for (size_t i = 0; list != NULL && i < node->as.list.count; i++) {
-        PyObject *item = write_node(state, node->as.list.items[i], foreign);
-
-        if (item == NULL) {
-            Py_CLEAR(list);
-        }
-        else {
-            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
-        }
-    }
-    return list;
-}
-
-static PyObject *
-write_map(arl_state_t *state, const arl_node_t *node, PyObject *foreign)
-{
-    PyObject *dict = PyDict_New();
-
-    for (size_t i = 0; dict != NULL && i < node->as.map.count; i++) {
-        PyObject *key = write_node(state, node->as.map.pairs[i].key, foreign);
-        PyObject *value =
-            key == NULL ? NULL : write_node(state, node->as.map.pairs[i].value, foreign);
-
-        if (value == NULL || PyDict_SetItem(dict, key, value) < 0) {
-            Py_CLEAR(dict);
-        }
-        Py_XDECREF(value);
-        Py_XDECREF(key);
-    }
-    return dict;
-}
-
-static PyObject *
-write_node(arl_state_t *state, const arl_node_t *node, PyObject *foreign)
-{
-    switch (node->kind) {
-    case ARL_NODE_NULL:
-        return Py_NewRef(Py_None);
-    case ARL_NODE_BOOL:
-        return PyBool_FromLong(node->as.boolean);
-    case ARL_NODE_INT:
-        return PyLong_FromLongLong(node->as.integer);
-    case ARL_NODE_BIGINT:
-        return PyLong_FromString(node->as.text.data, NULL, node->base);
-    case ARL_NODE_FLOAT:
-        return PyFloat_FromDouble(node->as.real);
-    case ARL_NODE_TEXT:
-        return PyUnicode_DecodeUTF8(node->as.text.data, (Py_ssize_t)node->as.text.size, NULL);
-    case ARL_NODE_LIST:
-        return write_list(state, node, foreign);
-    case ARL_NODE_MAP:
-        return write_map(state, node, foreign);
-    case ARL_NODE_FOREIGN:
-        /* borrowed, made strong */
-        return Py_NewRef(PyList_GET_ITEM(foreign, (Py_ssize_t)node->as.integer));
-    }
-    Py_UNREACHABLE();
-}
-
-/* ---- the calls ---------------------------------------------------------------------------- */
-
-/* Reads `mapping` into `tree`; the caller frees both the tree and `*foreign_p`. */
-static int
-read_config(arl_state_t *state, PyObject *mapping, arl_tree_t *tree, PyObject **foreign_p)
-{
-    arl_config_reader_t reader = {.state = state, .tree = tree};
-    PyObject *plain = NULL;
-
-    if (!PyDict_Check(mapping)) {
-        plain = omegaconf_to_plain(mapping);
-        if (plain == NULL && !PyErr_Occurred() && PyMapping_Check(mapping) &&
-            PyObject_HasAttrString(mapping, "keys")) {
-            plain = PyObject_CallOneArg((PyObject *)&PyDict_Type, mapping);
-        }
-        if (plain == NULL || !PyDict_Check(plain)) {
-            if (!PyErr_Occurred()) {
-                (void)arl_raise_format(state, ARL_ERR_TYPE, tree->operation,
-                                       "config must be a mapping, not %s",
-                                       Py_TYPE(mapping)->tp_name);
-            }
-            Py_XDECREF(plain);
-            return -1;
-        }
-    }
-    *foreign_p = reader.foreign = PyList_New(0);
-    if (reader.foreign != NULL) {
-        tree->root = read_object(&reader, plain != NULL ? plain : mapping, 0);
-    }
-    Py_XDECREF(plain);
-    return tree->root == NULL ? -1 : 0;
+    result = use(state, &tree, foreign);
+free_tree:
+    arl_tree_free(&tree);
+    Py_XDECREF(foreign);
+    Py_DECREF(plain);
+    return result;
 }
 
 PyObject *
 arl_config_normalize(arl_state_t *state, PyObject *mapping)
 {
-    arl_error_t err = ARL_ERROR_INIT;
-    PyObject *foreign = NULL, *result = NULL;
-    arl_tree_t tree;
-
-    if (arl_tree_init(&tree, "normalize_config", &err) != ARL_OK) {
-        (void)raise_core(state, &err);
-    }
-    else if (read_config(state, mapping, &tree, &foreign) == 0) {
-        if (arl_config_tree_normalize(&tree, &err) == ARL_OK) {
-            result = write_node(state, tree.root, foreign);
-        }
-        else {
-            (void)raise_core(state, &err);
-        }
-    }
-    arl_tree_free(&tree);
-    Py_XDECREF(foreign);
-    return result;
+    return with_normalized(state, mapping, "normalize_config", use_as_dict);
 }
 
 PyDoc_STRVAR(normalize_config_doc,
@@ -370,7 +118,298 @@ normalize_config(PyObject *module, PyObject *config)
     return arl_config_normalize(arl_state_from_module(module), config);
 }
 
+PyDoc_STRVAR(config_warnings_doc,
+             "config_warnings(config)\n--\n\n"
+             "Return what a configuration says in vain, as a list of texts `path=value: why`.\n"
+             "\n"
+             "Each option that the client or the server ignores, or that acts in another way than\n"
+             "its name says, is named once. `config` is anything that `normalize_config` takes;\n"
+             "ConfigError is raised for what that refuses.");
+
+static PyObject *
+config_warnings(PyObject *module, PyObject *config)
+{
+    return with_normalized(arl_state_from_module(module), config, "config_warnings",
+                           use_for_warnings);
+}
+
+/* ---- from text --------------------------------------------------------------------------------
+ */
+
+/* Reads `source` (a path, or text with a line break) or `text` into the tree. */
+static int
+read_source(arl_state_t *state, PyObject *source, PyObject *text, arl_tree_t *tree)
+{
+    arl_error_t err = ARL_ERROR_INIT;
+    arl_status_t status;
+    const char *data;
+    Py_ssize_t size;
+
+    if ((source == Py_None) == (text == Py_None)) {
+        (void)arl_raise_format(state, ARL_ERR_TYPE, tree->operation,
+                               "give either a path (or text of several lines) or text=");
+        return -1;
+    }
+    if (source != Py_None && PyUnicode_Check(source) &&
+        PyUnicode_FindChar(source, '\n', 0, PyUnicode_GET_LENGTH(source), 1) >= 0) {
+        text = source;
+    }
+    if (text == Py_None) {
+        PyObject *path;
+
+        if (!PyUnicode_FSConverter(source, &path)) {
+            return -1;
+        }
+        Py_BEGIN_ALLOW_THREADS
+        status = arl_yaml_read_file(tree, PyBytes_AS_STRING(path), &err);
+        Py_END_ALLOW_THREADS
+        Py_DECREF(path);
+    }
+    else {
+        if (!PyUnicode_Check(text)) {
+            (void)arl_raise_format(state, ARL_ERR_TYPE, tree->operation, "text must be str, not %s",
+                                   Py_TYPE(text)->tp_name);
+            return -1;
+        }
+        data = PyUnicode_AsUTF8AndSize(text, &size);
+        if (data == NULL) {
+            return -1;
+        }
+        status = arl_yaml_read(tree, data, (size_t)size, "<text>", &err);
+    }
+    if (status != ARL_OK) {
+        (void)arl_raise(state, &err);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+apply_overrides(arl_state_t *state, PyObject *overrides, arl_tree_t *tree)
+{
+    arl_error_t err = ARL_ERROR_INIT;
+    PyObject *items;
+    int result = 0;
+
+    if (PyUnicode_Check(overrides)) {
+        (void)arl_raise_format(state, ARL_ERR_TYPE, tree->operation,
+                               "overrides is a list of str, not one str");
+        return -1;
+    }
+    items = PySequence_Tuple(overrides);
+    if (items == NULL) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items) && result == 0; i++) {
+        PyObject *item = PyTuple_GET_ITEM(items, i); /* borrowed from items, which is ours */
+        const char *text;
+        Py_ssize_t size;
+
+        if (!PyUnicode_Check(item)) {
+            (void)arl_raise_format(state, ARL_ERR_TYPE, tree->operation,
+                                   "override %zd must be str, not %s", i, Py_TYPE(item)->tp_name);
+            result = -1;
+            break;
+        }
+        text = PyUnicode_AsUTF8AndSize(item, &size);
+        if (text == NULL) {
+            result = -1;
+        }
+        else if (arl_override_apply(tree, text, (size_t)size, &err) != ARL_OK) {
+            (void)arl_raise(state, &err);
+            result = -1;
+        }
+    }
+    Py_DECREF(items);
+    return result;
+}
+
+/* An empty file is an empty configuration. */
+static arl_status_t
+want_map(arl_tree_t *tree, arl_error_t *err)
+{
+    if (tree->root->kind == ARL_NODE_NULL) {
+        tree->root->kind = ARL_NODE_MAP;
+        tree->root->as.map.count = 0;
+        tree->root->as.map.capacity = 0;
+    }
+    if (tree->root->kind == ARL_NODE_MAP) {
+        return ARL_OK;
+    }
+    return arl_tree_fail(tree, tree->root, err, "a configuration is a mapping, found %s",
+                         arl_node_kind_name(tree->root));
+}
+
+/* Resolving reads the environment, which other threads change under the GIL alone: it is kept. */
+static arl_status_t
+finish_config(arl_tree_t *tree, arl_error_t *err)
+{
+    arl_status_t status;
+
+    ARL_CHECK_GOTO(status, arl_config_tree_defaults(tree, err), out);
+    ARL_CHECK_GOTO(status, arl_tree_resolve(tree, err), out);
+    status = arl_config_tree_normalize(tree, err);
+out:
+    return status;
+}
+
+PyDoc_STRVAR(load_config_doc,
+             "load_config(path_or_text=None, overrides=(), *, text=None)\n--\n\n"
+             "Read a main configuration from YAML and return it as normalize_config would.\n"
+             "\n"
+             "`path_or_text` is a path (str or os.PathLike), or YAML text if it is a str with a\n"
+             "line break in it; `text` is always YAML text. Scalars mean what they mean to\n"
+             "OmegaConf, and interpolations are resolved. `overrides` are applied first, in\n"
+             "Hydra's form: 'a.b=1', '+a.b=1', '++a.b=1', '~a.b'.\n"
+             "\n"
+             "Raises ConfigError with file, line and column for text that is not valid YAML, keys\n"
+             "given twice, interpolations that lead nowhere, and everything that normalize_config\n"
+             "refuses; OSError when the file cannot be read.");
+
+static PyObject *
+load_config(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"path_or_text", "overrides", "text", NULL};
+    arl_state_t *state = arl_state_from_module(module);
+    PyObject *source = Py_None, *overrides = NULL, *text = Py_None, *result = NULL;
+    arl_error_t err = ARL_ERROR_INIT;
+    arl_tree_t tree;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OO$O:load_config", names, &source, &overrides,
+                                     &text)) {
+        return NULL;
+    }
+    if (arl_tree_init(&tree, "load_config", &err) != ARL_OK) {
+        (void)arl_raise(state, &err);
+    }
+    else if (read_source(state, source, text, &tree) == 0) {
+        if (want_map(&tree, &err) != ARL_OK) {
+            (void)arl_raise(state, &err);
+        }
+        else if (overrides == NULL || apply_overrides(state, overrides, &tree) == 0) {
+            result = finish_config(&tree, &err) == ARL_OK ? arl_config_tree_write(tree.root, NULL)
+                                                          : arl_raise(state, &err);
+        }
+    }
+    arl_tree_free(&tree);
+    return result;
+}
+
+PyDoc_STRVAR(load_yaml_doc,
+             "load_yaml(path_or_text=None, *, text=None, resolve=True)\n--\n\n"
+             "Read any YAML document into plain Python data, without a schema.\n"
+             "\n"
+             "The reader of load_config alone: the same input, the same meaning of scalars, the\n"
+             "same errors. With resolve=False interpolations stay text.");
+
+static PyObject *
+load_yaml(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"path_or_text", "text", "resolve", NULL};
+    arl_state_t *state = arl_state_from_module(module);
+    PyObject *source = Py_None, *text = Py_None, *result = NULL;
+    arl_error_t err = ARL_ERROR_INIT;
+    arl_tree_t tree;
+    int resolve = 1;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$Op:load_yaml", names, &source, &text,
+                                     &resolve)) {
+        return NULL;
+    }
+    if (arl_tree_init(&tree, "load_yaml", &err) != ARL_OK) {
+        (void)arl_raise(state, &err);
+    }
+    else if (read_source(state, source, text, &tree) == 0) {
+        if (resolve && arl_tree_resolve(&tree, &err) != ARL_OK) {
+            (void)arl_raise(state, &err);
+        }
+        else {
+            result = arl_config_tree_write(tree.root, NULL);
+        }
+    }
+    arl_tree_free(&tree);
+    return result;
+}
+
+/* ---- the schema, for documentation and tools ---------------------------------------------------
+ */
+
+static const char *
+field_kind_name(arl_field_kind_t kind)
+{
+    switch (kind) {
+    case ARL_FIELD_BOOL:
+        return "bool";
+    case ARL_FIELD_INT:
+        return "int";
+    case ARL_FIELD_NUMBER:
+        return "number";
+    case ARL_FIELD_TEXT:
+        return "text";
+    case ARL_FIELD_CHOICE:
+        return "choice";
+    case ARL_FIELD_PAIR:
+        return "pair";
+    }
+    return "?";
+}
+
+static int
+append_field(PyObject *list, const arl_field_t *field, const char *section)
+{
+    PyObject *entry = Py_BuildValue(
+        "{s:s, s:s, s:z, s:s, s:O, s:O, s:O, s:O, s:z, s:z, s:z, s:d, s:d, s:s}", "section",
+        section, "path", field->path, "flat", field->flat, "kind", field_kind_name(field->kind),
+        "nullable", (field->flags & ARL_FIELD_NULLABLE) != 0 ? Py_True : Py_False, "absent",
+        (field->flags & ARL_FIELD_ABSENT) != 0 ? Py_True : Py_False, "seed_only",
+        (field->flags & ARL_FIELD_SEED_ONLY) != 0 ? Py_True : Py_False, "final_only",
+        (field->flags & ARL_FIELD_FINAL_ONLY) != 0 ? Py_True : Py_False, "default", field->fallback,
+        "seed_default", field->seed_value, "choices", field->choices, "min", field->min, "max",
+        field->max, "doc", field->doc);
+    int result;
+
+    if (entry == NULL) {
+        return -1;
+    }
+    result = PyList_Append(list, entry);
+    Py_DECREF(entry);
+    return result;
+}
+
+PyDoc_STRVAR(config_schema_doc,
+             "config_schema()\n--\n\n"
+             "Return the table of configuration keys, one dict a key.\n"
+             "\n"
+             "`section` is 'remote_backend' (paths are relative to it) or 'verl' (full paths);\n"
+             "`flat` the name in the flat form or None; `kind` one of bool, int, number, text,\n"
+             "choice, pair; `default` a YAML scalar, or None where the doc says what holds.");
+
+static PyObject *
+config_schema(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    PyObject *list = PyList_New(0);
+
+    (void)module;
+    for (size_t i = 0; list != NULL && i < arl_config_arctic_count; i++) {
+        if (append_field(list, &arl_config_arctic_fields[i], "remote_backend") < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    for (size_t i = 0; list != NULL && i < arl_config_verl_count; i++) {
+        if (append_field(list, &arl_config_verl_fields[i], "verl") < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
 PyMethodDef arl_config_methods[] = {
+    {"config_schema", config_schema, METH_NOARGS, config_schema_doc},
+    {"config_warnings", config_warnings, METH_O, config_warnings_doc},
+    {"load_config", (PyCFunction)(void (*)(void))load_config, METH_VARARGS | METH_KEYWORDS,
+     load_config_doc},
+    {"load_yaml", (PyCFunction)(void (*)(void))load_yaml, METH_VARARGS | METH_KEYWORDS,
+     load_yaml_doc},
     {"normalize_config", normalize_config, METH_O, normalize_config_doc},
     {NULL, NULL, 0, NULL},
 };
