@@ -585,7 +585,7 @@ static arl_status_t
 bare_word(arl_expr_t *expr, bool key, arl_node_t **value_p)
 {
     sink_t sink = {0};
-    bool plain = true;
+    bool plain = true, colon, escaped;
     arl_status_t status;
     arl_node_t *value;
 
@@ -605,7 +605,8 @@ bare_word(arl_expr_t *expr, bool key, arl_node_t **value_p)
             continue;
         }
         ARL_CHECK_GOTO(status, sink_open(expr, &sink), out);
-        if (*expr->p == '\\' && is_escapable(expr->p[1])) {
+        escaped = *expr->p == '\\' && is_escapable(expr->p[1]);
+        if (escaped) {
             plain = false;
             expr->p++;
         }
@@ -614,7 +615,11 @@ bare_word(arl_expr_t *expr, bool key, arl_node_t **value_p)
             return unexpected(expr, &sink);
         }
         ARL_CHECK_GOTO(status, sink_bytes(expr, &sink, expr->p, 1), out);
-        expr->p++;
+        colon = *expr->p++ == ':' && !escaped;
+        while (colon && is_space(*expr->p)) { /* a colon keeps what follows it */
+            plain = false;
+            ARL_CHECK_GOTO(status, sink_bytes(expr, &sink, expr->p++, 1), out);
+        }
     }
     if (!sink.used) {
         return expr_fail(expr, "a value is missing");
@@ -799,7 +804,7 @@ arl_expr_override(arl_tree_t *tree, const arl_node_t *site, const arl_text_t *te
     arl_status_t status;
 
     skip_spaces(&expr);
-    if (text->size == 0) {
+    if (expr.p == expr.end) {
         return arl_node_new_text(tree, "", 0, site, value_p, err);
     }
     status = element(&expr, value_p);

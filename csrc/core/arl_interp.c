@@ -156,7 +156,8 @@ find(interp_t *interp, const arl_node_t *site, const char *path, size_t size, ar
             node = node->parent;
         }
         if (node == NULL) {
-            return ARL_OK;
+            return arl_tree_fail_at(interp->tree, site, interp->err,
+                                    "'%.160s' leads above the root", path);
         }
     }
     while (next_step(&p, end, &step)) {

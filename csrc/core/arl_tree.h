@@ -111,8 +111,8 @@ arl_status_t arl_node_new_text(arl_tree_t *tree, const char *data, size_t size,
 
 /* Copies a node and all below it, places included. The copy has no parent; `depth` is the number
  * of levels that it will have above it. */
-arl_status_t arl_node_copy(arl_tree_t *tree, const arl_node_t *node, int depth,
-                           arl_node_t **copy_p, arl_error_t *err);
+arl_status_t arl_node_copy(arl_tree_t *tree, const arl_node_t *node, int depth, arl_node_t **copy_p,
+                           arl_error_t *err);
 
 /* Adds at the end; the item's parent becomes the list. */
 arl_status_t arl_list_append(arl_tree_t *tree, arl_node_t *list, arl_node_t *item,
