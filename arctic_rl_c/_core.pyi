@@ -2,6 +2,7 @@
 # Types of the C half; stubtest compares them with the running module. Exceptions first, then
 # everything else in alphabetical order. Docstrings live in C.
 
+import os
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from types import GenericAlias, TracebackType
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, final
@@ -256,11 +257,25 @@ def build_update_payloads(
     rollout_n: int,
     server_limits: bool = True,
 ) -> list[dict[str, Any]]: ...
+def config_schema() -> list[dict[str, Any]]: ...
+def config_warnings(config: Mapping[str, Any], /) -> list[str]: ...
 def left_pad(
     tensor: _Tensor, width: int, *, on_wide: Literal["error", "keep"] = "error"
 ) -> _Tensor: ...
+def load_config(
+    path_or_text: str | bytes | os.PathLike[str] | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    text: str | None = None,
+) -> dict[str, Any]: ...
+def load_yaml(
+    path_or_text: str | bytes | os.PathLike[str] | None = None,
+    *,
+    text: str | None = None,
+    resolve: bool = True,
+) -> Any: ...
 def make_jagged(dense: _Tensor, attention_mask: _Tensor, like: _Nested) -> _Nested: ...
-def normalize_config(config: Mapping[str, Any]) -> dict[str, Any]: ...
+def normalize_config(config: Mapping[str, Any], /) -> dict[str, Any]: ...
 def pad_prompt_response(
     input: _Nested,
     prompts: _Nested | _Tensor | Sequence[int],

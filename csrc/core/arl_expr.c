@@ -207,103 +207,6 @@ is_escapable(char c)
     return c != '\0' && strchr("\\()[]{}:=, \t", c) != NULL;
 }
 
-/* ---- numbers, true, null -----------------------------------------------------------------------
- */
-
-static const char *
-digits_and_underscores(const char *p)
-{
-    if (!is_digit(*p)) {
-        return NULL;
-    }
-    for (p++; is_digit(*p) || (*p == '_' && is_digit(p[1])); p++) {
-    }
-    return p;
-}
-
-/* 0, or digits that do not begin with 0. */
-static const char *
-unsigned_int(const char *p)
-{
-    return *p == '0' ? p + 1 : digits_and_underscores(p);
-}
-
-static bool
-is_float_word(const char *p, const char *end)
-{
-    const char *whole = unsigned_int(p), *after = whole;
-
-    if (strcasecmp(p, "inf") == 0 || strcasecmp(p, "nan") == 0) {
-        return true;
-    }
-    if (after == NULL) {
-        after = p;
-    }
-    if (*after == '.') {
-        const char *fraction = digits_and_underscores(after + 1);
-
-        if (fraction == NULL && whole == NULL) {
-            return false;
-        }
-        after = fraction == NULL ? after + 1 : fraction;
-        if (after == end) {
-            return true;
-        }
-    }
-    if (after == p || (*after != 'e' && *after != 'E')) {
-        return false;
-    }
-    after++;
-    if (*after == '+' || *after == '-') {
-        after++;
-    }
-    return digits_and_underscores(after) == end;
-}
-
-/* A bare word without escapes: what type it is. */
-static arl_status_t
-word_node(const arl_expr_t *expr, const sink_t *word, arl_node_t **value_p)
-{
-    const char *text = word->data, *end = text + word->size;
-    const char *unsign = *text == '+' || *text == '-' ? text + 1 : text;
-    arl_status_t status;
-    arl_node_t *node;
-    char *digits;
-    size_t used = 0;
-
-    status = sink_node(expr, word, &node);
-    if (status != ARL_OK) {
-        return status;
-    }
-    *value_p = node;
-    if (strcasecmp(text, "null") == 0) {
-        node->kind = ARL_NODE_NULL;
-        node->as.integer = 0;
-        return ARL_OK;
-    }
-    if (strcasecmp(text, "true") == 0 || strcasecmp(text, "false") == 0) {
-        node->kind = ARL_NODE_BOOL;
-        node->as.boolean = strcasecmp(text, "true") == 0;
-        return ARL_OK;
-    }
-    if (!is_float_word(unsign, end) && unsigned_int(unsign) != end) {
-        return ARL_OK;
-    }
-    digits = (char *)node->as.text.data; /* the node's own copy */
-    for (const char *p = text; p < end; p++) {
-        if (*p != '_') {
-            digits[used++] = *p;
-        }
-    }
-    digits[used] = '\0';
-    if (is_float_word(unsign, end)) {
-        node->kind = ARL_NODE_FLOAT;
-        node->as.real = arl_literal_parse_double(digits);
-        return ARL_OK;
-    }
-    return arl_literal_read(expr->tree, digits, used, node, expr->err); /* decimal in YAML too */
-}
-
 /* ---- interpolations ----------------------------------------------------------------------------
  */
 
@@ -624,7 +527,10 @@ bare_word(arl_expr_t *expr, bool key, arl_node_t **value_p)
     if (!sink.used) {
         return expr_fail(expr, "a value is missing");
     }
-    status = plain ? word_node(expr, &sink, value_p) : sink_node(expr, &sink, value_p);
+    status = sink_node(expr, &sink, value_p);
+    if (status == ARL_OK && plain) {
+        status = arl_literal_read_word(expr->tree, sink.data, sink.size, *value_p, expr->err);
+    }
 out:
     return status;
 }

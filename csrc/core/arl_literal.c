@@ -173,8 +173,8 @@ c_locale(void)
     return locale;
 }
 
-double
-arl_literal_parse_double(const char *text)
+static double
+parse_double(const char *text)
 {
     return strtod_l(text, NULL, c_locale());
 }
@@ -280,12 +280,12 @@ read_double(const char *digits, bool negative)
         return negative ? -HUGE_VAL : HUGE_VAL;
     }
     if (colon == NULL) {
-        value = arl_literal_parse_double(digits);
+        value = parse_double(digits);
     }
     else { /* from the right, as the sum is not associative */
         for (const char *p = digits + strlen(digits);; p--) {
             if (p == digits || p[-1] == ':') {
-                value += arl_literal_parse_double(p) * scale;
+                value += parse_double(p) * scale;
                 scale *= 60.0;
             }
             if (p == digits) {
@@ -294,6 +294,29 @@ read_double(const char *digits, bool negative)
         }
     }
     return negative ? -value : value;
+}
+
+/* A number whose form is known. Its text is ours alone, and is used up. */
+static arl_status_t
+read_number(arl_tree_t *tree, arl_node_t *node, const arl_text_t *text, bool floating,
+            int_form_t form, arl_error_t *err)
+{
+    bool negative = text->data[0] == '-';
+    char *digits = (char *)text->data;
+    size_t used = 0;
+
+    for (const char *p = skip_sign(text->data); *p != '\0'; p++) {
+        if (*p != '_') {
+            digits[used++] = *p;
+        }
+    }
+    digits[used] = '\0';
+    if (floating) {
+        node->kind = ARL_NODE_FLOAT;
+        node->as.real = read_double(digits, negative);
+        return ARL_OK;
+    }
+    return read_int(tree, node, form, digits, negative, err);
 }
 
 arl_status_t
@@ -308,9 +331,7 @@ arl_literal_read(arl_tree_t *tree, const char *data, size_t size, arl_node_t *no
     arl_status_t status;
     arl_text_t text;
     int_form_t form;
-    bool negative, floating;
-    char *digits;
-    size_t used = 0;
+    bool floating;
 
     status = arl_tree_text(tree, data, size, &text, err);
     if (status != ARL_OK) {
@@ -336,20 +357,77 @@ arl_literal_read(arl_tree_t *tree, const char *data, size_t size, arl_node_t *no
     if (!floating && form == INT_NONE) {
         return ARL_OK;
     }
-    negative = text.data[0] == '-';
-    digits = (char *)text.data; /* our own copy, which nobody else has seen */
-    for (const char *p = skip_sign(text.data); *p != '\0'; p++) {
-        if (*p != '_') {
-            digits[used++] = *p;
+    return read_number(tree, node, &text, floating, form, err);
+}
+
+/* ---- words of expressions -------------------------------------------------------------- */
+
+/* 0, or digits that do not begin with 0. */
+static const char *
+unsigned_int(const char *p)
+{
+    return *p == '0' ? p + 1 : strict_digits(p);
+}
+
+static bool
+is_float_word(const char *p, const char *end)
+{
+    const char *whole = unsigned_int(p), *after = whole == NULL ? p : whole;
+
+    if (strcasecmp(p, "inf") == 0 || strcasecmp(p, "nan") == 0) {
+        return true;
+    }
+    if (*after == '.') {
+        const char *fraction = strict_digits(after + 1);
+
+        if (fraction == NULL && whole == NULL) {
+            return false;
+        }
+        after = fraction == NULL ? after + 1 : fraction;
+        if (after == end) {
+            return true;
         }
     }
-    digits[used] = '\0';
-    if (floating) {
-        node->kind = ARL_NODE_FLOAT;
-        node->as.real = read_double(digits, negative);
+    if (after == p || (*after != 'e' && *after != 'E')) {
+        return false;
+    }
+    return strict_digits(skip_sign(after + 1)) == end;
+}
+
+arl_status_t
+arl_literal_read_word(arl_tree_t *tree, const char *data, size_t size, arl_node_t *node,
+                      arl_error_t *err)
+{
+    const char *unsign;
+    arl_status_t status;
+    arl_text_t text;
+    bool floating;
+
+    status = arl_tree_text(tree, data, size, &text, err);
+    if (status != ARL_OK) {
+        return status;
+    }
+    node->kind = ARL_NODE_TEXT;
+    node->as.text = text;
+    if (strlen(text.data) != size) {
         return ARL_OK;
     }
-    return read_int(tree, node, form, digits, negative, err);
+    if (strcasecmp(text.data, "null") == 0) {
+        node->kind = ARL_NODE_NULL;
+        node->as.integer = 0;
+        return ARL_OK;
+    }
+    if (strcasecmp(text.data, "true") == 0 || strcasecmp(text.data, "false") == 0) {
+        node->kind = ARL_NODE_BOOL;
+        node->as.boolean = strcasecmp(text.data, "true") == 0;
+        return ARL_OK;
+    }
+    unsign = skip_sign(text.data);
+    floating = is_float_word(unsign, text.data + size);
+    if (!floating && unsigned_int(unsign) != text.data + size) {
+        return ARL_OK;
+    }
+    return read_number(tree, node, &text, floating, INT_DECIMAL, err);
 }
 
 /* ---- writing ---------------------------------------------------------------------------- */

@@ -21,8 +21,13 @@
 arl_status_t arl_literal_read(arl_tree_t *tree, const char *data, size_t size, arl_node_t *node,
                               arl_error_t *err);
 
-/* The number that `text` spells, without underscores. */
-double arl_literal_parse_double(const char *text);
+/*
+ * The same for a bare word of an interpolation argument or an override, where fewer words are
+ * special: null, true, false, inf and nan in any case, ints and floats in decimal (1_000, -2,
+ * 1.5, 1e-6, 1.); 007, 0x1F, yes and on are text.
+ */
+arl_status_t arl_literal_read_word(arl_tree_t *tree, const char *data, size_t size,
+                                   arl_node_t *node, arl_error_t *err);
 
 /* str(value) of Python: True, None, 1e-06, text as it is. Always terminates `out`; false when it
  * was cut. */

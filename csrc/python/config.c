@@ -101,7 +101,7 @@ arl_config_normalize(arl_state_t *state, PyObject *mapping)
 }
 
 PyDoc_STRVAR(normalize_config_doc,
-             "normalize_config(config)\n--\n\n"
+             "normalize_config(config, /)\n--\n\n"
              "Return a main configuration in its one normalised form.\n"
              "\n"
              "`config` is a dict, another mapping or an OmegaConf container (which is resolved),\n"
@@ -119,7 +119,7 @@ normalize_config(PyObject *module, PyObject *config)
 }
 
 PyDoc_STRVAR(config_warnings_doc,
-             "config_warnings(config)\n--\n\n"
+             "config_warnings(config, /)\n--\n\n"
              "Return what a configuration says in vain, as a list of texts `path=value: why`.\n"
              "\n"
              "Each option that the client or the server ignores, or that acts in another way than\n"
