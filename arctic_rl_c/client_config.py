@@ -135,7 +135,9 @@ def _seed_worker(main: dict[str, Any]) -> dict[str, Any]:
         "attn_implementation": _attention(main, "flash_attention_2"),
     }
     if train["zorro_train"]["enable"]:
-        worker |= _zorro_worker(main, main["actor_rollout_ref"]["rollout"]["max_num_batched_tokens"])
+        worker |= _zorro_worker(
+            main, main["actor_rollout_ref"]["rollout"]["max_num_batched_tokens"]
+        )
         worker["tiled_logits_compute"] = train["logits"]["tiled_compute"]
     return worker
 

@@ -451,6 +451,15 @@ format_double(double value, char *out)
         if (strtod(digits, NULL) == value) {
             break;
         }
+        /* Just below a power of two doubles lie closer, so its nearest decimal of this length may
+         * belong to the neighbour there while the next one up is still its own. */
+        e = strchr(digits, 'e');
+        if (e[-1] < '9' && precision > 0) {
+            e[-1]++;
+            if (strtod(digits, NULL) == value) {
+                break;
+            }
+        }
     }
     e = strchr(digits, 'e');
     exponent10 = atoi(e + 1);
@@ -461,7 +470,7 @@ format_double(double value, char *out)
     else {
         int decimals = count - 1 - exponent10;
 
-        (void)snprintf(out, 32, "%.*f", decimals > 1 ? decimals : 1, value);
+        (void)snprintf(out, 32, "%.*f", decimals > 1 ? decimals : 1, strtod(digits, NULL));
     }
     (void)uselocale(previous);
 }

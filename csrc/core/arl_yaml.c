@@ -166,8 +166,9 @@ take_node(yaml_reader_t *reader, arl_node_t *node)
 
 /* ---- merge keys ------------------------------------------------------------------------------ */
 
+/* Adds the pairs of `from`; a key that is there already keeps its value unless `override`. */
 static arl_status_t
-merge_into(yaml_reader_t *reader, arl_node_t *result, const arl_node_t *from)
+merge_into(yaml_reader_t *reader, arl_node_t *result, const arl_node_t *from, bool override)
 {
     if (from->kind != ARL_NODE_MAP) {
         return arl_tree_fail(reader->tree, from, reader->err,
@@ -175,9 +176,12 @@ merge_into(yaml_reader_t *reader, arl_node_t *result, const arl_node_t *from)
                              arl_node_kind_name(from));
     }
     for (size_t i = 0; i < from->as.map.count; i++) {
-        arl_status_t status = arl_map_set_node(reader->tree, result, from->as.map.pairs[i].key,
-                                               from->as.map.pairs[i].value, reader->err);
+        const arl_pair_t *pair = &from->as.map.pairs[i];
+        arl_status_t status = ARL_OK;
 
+        if (override || arl_map_find_node(result, pair->key) == NULL) {
+            status = arl_map_set_node(reader->tree, result, pair->key, pair->value, reader->err);
+        }
         if (status != ARL_OK) {
             return status;
         }
@@ -185,7 +189,7 @@ merge_into(yaml_reader_t *reader, arl_node_t *result, const arl_node_t *from)
     return ARL_OK;
 }
 
-/* Merged keys come first, in the order that a Python dict would give them. */
+/* Merged keys come first, in the order in which they were merged, then the map's own. */
 static arl_status_t
 finish_map(yaml_reader_t *reader, const yaml_frame_t *frame)
 {
@@ -198,15 +202,13 @@ finish_map(yaml_reader_t *reader, const yaml_frame_t *frame)
     }
     ARL_CHECK_GOTO(status, arl_node_new(reader->tree, ARL_NODE_MAP, map, &result, reader->err),
                    out);
-    if (merge->kind == ARL_NODE_LIST) {
-        for (size_t i = merge->as.list.count; i > 0; i--) {
-            ARL_CHECK_GOTO(status, merge_into(reader, result, merge->as.list.items[i - 1]), out);
-        }
+    if (merge->kind != ARL_NODE_LIST) {
+        ARL_CHECK_GOTO(status, merge_into(reader, result, merge, false), out);
     }
-    else {
-        ARL_CHECK_GOTO(status, merge_into(reader, result, merge), out);
+    for (size_t i = 0; merge->kind == ARL_NODE_LIST && i < merge->as.list.count; i++) {
+        ARL_CHECK_GOTO(status, merge_into(reader, result, merge->as.list.items[i], false), out);
     }
-    ARL_CHECK_GOTO(status, merge_into(reader, result, map), out);
+    ARL_CHECK_GOTO(status, merge_into(reader, result, map, true), out);
     map->as = result->as;
     for (size_t i = 0; i < map->as.map.count; i++) {
         map->as.map.pairs[i].key->parent = map;
