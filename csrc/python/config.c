@@ -160,8 +160,9 @@ read_source(arl_state_t *state, PyObject *source, PyObject *text, arl_tree_t *tr
         if (!PyUnicode_FSConverter(source, &path)) {
             return -1;
         }
+        data = PyBytes_AS_STRING(path);
         Py_BEGIN_ALLOW_THREADS
-        status = arl_yaml_read_file(tree, PyBytes_AS_STRING(path), &err);
+        status = arl_yaml_read_file(tree, data, &err);
         Py_END_ALLOW_THREADS
         Py_DECREF(path);
     }
