@@ -17,7 +17,7 @@ typedef struct checker {
 } checker_t;
 
 static const arl_node_t *
-at(const checker_t *check, const char *path)
+node_at(const checker_t *check, const char *path)
 {
     return arl_node_at(check->tree->root, path);
 }
@@ -25,7 +25,7 @@ at(const checker_t *check, const char *path)
 static bool
 is_true(const checker_t *check, const char *path)
 {
-    const arl_node_t *node = at(check, path);
+    const arl_node_t *node = node_at(check, path);
 
     return node != NULL && node->kind == ARL_NODE_BOOL && node->as.boolean;
 }
@@ -33,7 +33,7 @@ is_true(const checker_t *check, const char *path)
 static int64_t
 integer_at(const checker_t *check, const char *path, int64_t fallback)
 {
-    const arl_node_t *node = at(check, path);
+    const arl_node_t *node = node_at(check, path);
 
     return node != NULL && node->kind == ARL_NODE_INT ? node->as.integer : fallback;
 }
@@ -41,7 +41,7 @@ integer_at(const checker_t *check, const char *path, int64_t fallback)
 static bool
 text_at_is(const checker_t *check, const char *path, const char *text)
 {
-    const arl_node_t *node = at(check, path);
+    const arl_node_t *node = node_at(check, path);
 
     return node != NULL && node->kind == ARL_NODE_TEXT && strcmp(node->as.text.data, text) == 0;
 }
@@ -56,7 +56,7 @@ check_switches(const checker_t *check)
 
     if (is_true(check, "remote_backend.weight_sync.low_memory") &&
         !is_true(check, "remote_backend.weight_sync.cuda_ipc")) {
-        return arl_tree_fail_at(tree, at(check, "remote_backend.weight_sync.low_memory"),
+        return arl_tree_fail_at(tree, node_at(check, "remote_backend.weight_sync.low_memory"),
                                 check->err,
                                 "low_memory is a way to sync through CUDA IPC, and "
                                 "weight_sync.cuda_ipc (cuda_ipc_weight_sync in the flat form) is "
@@ -64,13 +64,14 @@ check_switches(const checker_t *check)
     }
     if (is_true(check, "remote_backend.weight_sync.cuda_ipc") &&
         !is_true(check, "remote_backend.colocate")) {
-        return arl_tree_fail_at(tree, at(check, "remote_backend.weight_sync.cuda_ipc"), check->err,
+        return arl_tree_fail_at(tree, node_at(check, "remote_backend.weight_sync.cuda_ipc"),
+                                check->err,
                                 "CUDA IPC reaches memory of the same GPU only, and colocate is "
                                 "false");
     }
     if (text_at_is(check, "remote_backend.train.logits.optimization", "memory") &&
         !is_true(check, "remote_backend.train.zorro_train.enable")) {
-        return arl_tree_fail_at(tree, at(check, "remote_backend.train.logits.optimization"),
+        return arl_tree_fail_at(tree, node_at(check, "remote_backend.train.logits.optimization"),
                                 check->err,
                                 "'memory' works with ZoRRO only, and train.zorro_train.enable is "
                                 "false");
@@ -86,7 +87,7 @@ check_reference(const checker_t *check)
     if (!check->with_reference || integer_at(check, "remote_backend.log_prob_gpus", 0) > 0) {
         return ARL_OK;
     }
-    return arl_tree_fail_at(check->tree, at(check, "remote_backend.log_prob_gpus"), check->err,
+    return arl_tree_fail_at(check->tree, node_at(check, "remote_backend.log_prob_gpus"), check->err,
                             "0 means no reference engine, and %s needs one",
                             is_true(check, loss) ? loss : "algorithm.use_kl_in_reward");
 }
@@ -94,7 +95,7 @@ check_reference(const checker_t *check)
 static arl_status_t
 check_temperature(const checker_t *check)
 {
-    const arl_node_t *node = at(check, "actor_rollout_ref.rollout.temperature");
+    const arl_node_t *node = node_at(check, "actor_rollout_ref.rollout.temperature");
     double value = node->kind == ARL_NODE_INT ? (double)node->as.integer : node->as.real;
 
     if (value > 0.0) {
@@ -115,7 +116,7 @@ check_multiple(const checker_t *check, const char *whole, const char *part)
     if (a % b == 0) {
         return ARL_OK;
     }
-    return arl_tree_fail_at(check->tree, at(check, whole), check->err,
+    return arl_tree_fail_at(check->tree, node_at(check, whole), check->err,
                             "%lld is not a multiple of %s, which is %lld", (long long)a, part,
                             (long long)b);
 }
@@ -126,7 +127,7 @@ static arl_status_t
 check_shares(const checker_t *check, int64_t rows, const char *rows_name, int64_t ranks,
              const char *ranks_path)
 {
-    const arl_node_t *node = at(check, ranks_path);
+    const arl_node_t *node = node_at(check, ranks_path);
 
     if (rows % ranks != 0) {
         return arl_tree_fail_at(check->tree, node, check->err,
@@ -171,7 +172,7 @@ check_accumulation(const checker_t *check, int64_t rows, const char *rows_name, 
         return ARL_OK;
     }
     return arl_tree_fail_at(
-        check->tree, at(check, ACTOR "ppo_micro_batch_size_per_gpu"), check->err,
+        check->tree, node_at(check, ACTOR "ppo_micro_batch_size_per_gpu"), check->err,
         "%s is %lld rows, %lld for a rank, which do not split into the %lld "
         "micro-batches that a size of %lld asks for",
         rows_name, (long long)rows, (long long)(rows / ranks), (long long)gas, (long long)micro);
@@ -189,7 +190,7 @@ check_batches(const checker_t *check)
     arl_status_t status;
 
     if (!check->seed && (train < mini || train % mini != 0)) {
-        return arl_tree_fail_at(check->tree, at(check, "data.train_batch_size"), check->err,
+        return arl_tree_fail_at(check->tree, node_at(check, "data.train_batch_size"), check->err,
                                 "%lld prompts do not split into mini-batches of "
                                 "actor_rollout_ref.actor.ppo_mini_batch_size, which is %lld "
                                 "(both count prompts, before rollout.n)",
@@ -197,7 +198,7 @@ check_batches(const checker_t *check)
     }
     if (__builtin_mul_overflow(check->seed ? train : mini, check->n, &rows) ||
         __builtin_mul_overflow(train, check->n, &all_rows)) {
-        return arl_tree_fail_at(check->tree, at(check, "data.train_batch_size"), check->err,
+        return arl_tree_fail_at(check->tree, node_at(check, "data.train_batch_size"), check->err,
                                 "times rollout.n it is more rows than can be counted");
     }
     ARL_CHECK_GOTO(

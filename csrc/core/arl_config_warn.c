@@ -77,7 +77,7 @@ typedef struct warner {
 } warner_t;
 
 static const arl_node_t *
-at(const warner_t *warn, const char *path)
+node_at(const warner_t *warn, const char *path)
 {
     return arl_node_at(warn->tree->root, path);
 }
@@ -85,7 +85,7 @@ at(const warner_t *warn, const char *path)
 static double
 number_at(const warner_t *warn, const char *path, double fallback)
 {
-    const arl_node_t *node = at(warn, path);
+    const arl_node_t *node = node_at(warn, path);
 
     if (node != NULL && node->kind == ARL_NODE_INT) {
         return (double)node->as.integer;
@@ -96,7 +96,7 @@ number_at(const warner_t *warn, const char *path, double fallback)
 static bool
 is_true(const warner_t *warn, const char *path)
 {
-    const arl_node_t *node = at(warn, path);
+    const arl_node_t *node = node_at(warn, path);
 
     return node != NULL && node->kind == ARL_NODE_BOOL && node->as.boolean;
 }
@@ -104,7 +104,7 @@ is_true(const warner_t *warn, const char *path)
 static bool
 text_is(const warner_t *warn, const char *path, const char *text)
 {
-    const arl_node_t *node = at(warn, path);
+    const arl_node_t *node = node_at(warn, path);
 
     return node != NULL && node->kind == ARL_NODE_TEXT && strcmp(node->as.text.data, text) == 0;
 }
@@ -117,7 +117,7 @@ static arl_status_t
 add(const warner_t *warn, const char *path, const char *format, ...)
 {
     char shown[128], why[512], text[800];
-    const arl_node_t *node = at(warn, path);
+    const arl_node_t *node = node_at(warn, path);
     arl_status_t status;
     arl_node_t *item;
     va_list args;
@@ -159,7 +159,7 @@ static arl_status_t
 warn_ignored(const warner_t *warn)
 {
     for (size_t i = 0; i < sizeof(ignored) / sizeof(ignored[0]); i++) {
-        const arl_node_t *node = at(warn, ignored[i].path);
+        const arl_node_t *node = node_at(warn, ignored[i].path);
         arl_status_t status = ARL_OK;
 
         if (node != NULL && (ignored[i].generations & (warn->seed ? SEED : FINAL)) != 0 &&
@@ -216,7 +216,7 @@ out:
 static double
 gradient_clip(const warner_t *warn)
 {
-    const arl_node_t *first = at(warn, ACTOR "optim.clip_grad");
+    const arl_node_t *first = node_at(warn, ACTOR "optim.clip_grad");
 
     return first != NULL && first->kind != ARL_NODE_NULL
                ? number_at(warn, ACTOR "optim.clip_grad", 0)
@@ -251,19 +251,19 @@ warn_schedule(const warner_t *warn)
                            "no effect: of %.0f optimizer steps it rounds to no step", horizon),
                        out);
     }
-    if (at(warn, ACTOR "optim.clip_grad") != NULL &&
+    if (node_at(warn, ACTOR "optim.clip_grad") != NULL &&
         clip != number_at(warn, ACTOR "grad_clip", 0)) {
         ARL_CHECK_GOTO(
             status,
             add(warn, ACTOR "grad_clip", "no effect: optim.clip_grad comes first, %g", clip), out);
     }
-    if (at(warn, DEEPSPEED "gradient_clipping") != NULL && clip > 0) {
+    if (node_at(warn, DEEPSPEED "gradient_clipping") != NULL && clip > 0) {
         ARL_CHECK_GOTO(status,
                        add(warn, DEEPSPEED "gradient_clipping",
                            "no effect: replaced by the actor's gradient clipping, %g", clip),
                        out);
     }
-    if (at(warn, DEEPSPEED "scheduler") != NULL && (cosine || ratio > 0)) {
+    if (node_at(warn, DEEPSPEED "scheduler") != NULL && (cosine || ratio > 0)) {
         status = add(warn, DEEPSPEED "scheduler", "no effect: replaced by actor.optim");
     }
 out:
@@ -273,7 +273,7 @@ out:
 static arl_status_t
 warn_seed(const warner_t *warn)
 {
-    const arl_node_t *betas = at(warn, ACTOR "optim.betas");
+    const arl_node_t *betas = node_at(warn, ACTOR "optim.betas");
     arl_status_t status = ARL_OK;
 
     if (number_at(warn, ACTOR "ppo_mini_batch_size", 1) !=
