@@ -234,6 +234,8 @@ groups_describe(const arl_rows_groups_t *job, const run_t *first, const run_t *s
 static arl_status_t
 groups_find_split(const arl_rows_groups_t *job, run_t *runs, int64_t count, arl_error_t *err)
 {
+    const run_t *first = NULL; /* the split that shows first in the batch */
+
     for (int64_t i = 0; i < count; i++) {
         runs[i].hash = prompt_hash(job, runs[i].row);
     }
@@ -242,13 +244,13 @@ groups_find_split(const arl_rows_groups_t *job, run_t *runs, int64_t count, arl_
         const run_t *a = &runs[i - 1], *b = &runs[i];
         const bool apart = !job->regrouped || a->row / job->batch_rows != b->row / job->batch_rows;
 
-        if (a->hash == b->hash && apart &&
+        if (a->hash == b->hash && apart && (first == NULL || b->row < first[1].row) &&
             (a->count % job->group != 0 || b->count % job->group != 0) &&
             same_prompt(job, a->row, b->row)) {
-            return groups_describe(job, a, b, err);
+            first = a;
         }
     }
-    return ARL_OK;
+    return first == NULL ? ARL_OK : groups_describe(job, first, first + 1, err);
 }
 
 arl_status_t

@@ -19,8 +19,7 @@ arl_batch_pad(arl_state_t *state, const arl_nested_t *input, const arl_batch_lay
 {
     const arl_view_t *values = &input->values.view;
     arl_pad_job_t job = {
-        .input = {values->data, values->itemsize, values->strides[0], input->rows, input->offsets,
-                  input->lengths},
+        .input = arl_batch_jagged(input),
         .prompt_lengths = layout->prompt_lengths,
         .response_lengths = layout->response_lengths,
         .prompt_width = layout->prompt_width,

@@ -35,6 +35,18 @@ int arl_batch_layout_import(arl_state_t *state, PyObject *prompts, PyObject *res
                             arl_batch_layout_t *out_p);
 void arl_batch_layout_release(arl_batch_layout_t *layout);
 
+/* An imported jagged tensor of one dimension, as the core's kernels read it. */
+static inline arl_jagged_t
+arl_batch_jagged(const arl_nested_t *nested)
+{
+    return (arl_jagged_t){.values = nested->values.view.data,
+                          .itemsize = nested->values.view.itemsize,
+                          .stride = nested->values.view.strides[0],
+                          .rows = nested->rows,
+                          .offsets = nested->offsets,
+                          .lengths = nested->lengths};
+}
+
 /* arl_nested_import for batches: PayloadError when `object` is not nested, too. */
 int arl_batch_nested_import(arl_state_t *state, PyObject *object, const char *key,
                             arl_nested_t *out_p);

@@ -17,17 +17,6 @@ refuse(arl_state_t *state, const arl_error_t *err)
     return -1;
 }
 
-static arl_jagged_t
-jagged_of(const arl_nested_t *nested)
-{
-    return (arl_jagged_t){.values = nested->values.view.data,
-                          .itemsize = nested->values.view.itemsize,
-                          .stride = nested->values.view.strides[0],
-                          .rows = nested->rows,
-                          .offsets = nested->offsets,
-                          .lengths = nested->lengths};
-}
-
 /* ---- ranks, micro-batches, balancer
  * -------------------------------------------------------------- */
 
@@ -158,7 +147,7 @@ int
 arl_payload_check_groups(arl_state_t *state, const arl_payload_request_t *request,
                          const arl_payload_rows_t *rows, int64_t rollout_n, int64_t batch_rows)
 {
-    const arl_jagged_t ids = jagged_of(&rows->input_ids);
+    const arl_jagged_t ids = arl_batch_jagged(&rows->input_ids);
     const arl_rows_groups_t job = {.ids = &ids,
                                    .prompt_lengths = rows->layout.prompt_lengths,
                                    .group = rollout_n,
@@ -211,7 +200,7 @@ arl_payload_check_positions(arl_state_t *state, const arl_payload_request_t *req
     if (status < 0) {
         return -1;
     }
-    jagged = jagged_of(&positions);
+    jagged = arl_batch_jagged(&positions);
     status = arl_batch_begin(state, arl_view_nbytes(&positions.values.view), &saved);
     if (status == 0) {
         (void)arl_rows_check_counting(&jagged, "position_ids", &err);

@@ -172,6 +172,31 @@ rows_make_mask(arl_state_t *state, const arl_payload_rows_t *rows)
     return mask;
 }
 
+/* What padding would refuse, refused before anything else is made of the lengths. */
+static int
+rows_check_lengths(arl_state_t *state, const arl_payload_request_t *request,
+                   const arl_payload_rows_t *rows)
+{
+    const arl_pad_job_t job = {.input = arl_batch_jagged(&rows->input_ids),
+                               .prompt_lengths = rows->layout.prompt_lengths,
+                               .response_lengths = rows->layout.response_lengths,
+                               .prompt_width = rows->layout.prompt_width,
+                               .response_width = rows->layout.response_width};
+    arl_error_t err = ARL_ERROR_INIT;
+
+    if (rows->layout.rows != rows->input_ids.rows) {
+        (void)arl_raise_format(state, ARL_ERR_PAYLOAD, request->operation,
+                               "input_ids: has %lld rows, prompts and responses have %lld",
+                               (long long)rows->input_ids.rows, (long long)rows->layout.rows);
+        return -1;
+    }
+    if (arl_pad_check(&job, "input_ids", &err) != ARL_OK) {
+        (void)arl_raise(state, &err);
+        return -1;
+    }
+    return 0;
+}
+
 static int
 rows_read_layout(arl_state_t *state, const arl_payload_request_t *request, arl_payload_rows_t *rows)
 {
@@ -199,10 +224,7 @@ rows_read_layout(arl_state_t *state, const arl_payload_request_t *request, arl_p
                                (long long)prompt_width, (long long)response_width);
         return -1;
     }
-    if (rows->layout.rows != rows->input_ids.rows) {
-        (void)arl_raise_format(state, ARL_ERR_PAYLOAD, request->operation,
-                               "input_ids: has %lld rows, prompts and responses have %lld",
-                               (long long)rows->input_ids.rows, (long long)rows->layout.rows);
+    if (rows_check_lengths(state, request, rows) < 0) {
         return -1;
     }
     if (rows->attention_mask == NULL) {
