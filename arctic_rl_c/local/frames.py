@@ -103,7 +103,9 @@ def _encode(value: Any, buffers: list[memoryview], where: str) -> Any:
         return _encode_array(value, buffers, where)
     if hasattr(value, "untyped_storage"):
         return _encode_tensor(value, buffers, where)
-    for base in (bool, int, float, str):  # subclasses, such as enumerations
+    if isinstance(value, str):  # subclasses, such as enumerations, by their value
+        return str.__str__(value)
+    for base in (int, float):
         if isinstance(value, base):
             return base(value)
     raise FrameError(f"{where} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent")
