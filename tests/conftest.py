@@ -59,7 +59,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if WITHOUT_TORCH and collection_path.name.startswith("test_"):
         missing = {
             name
-            for name in imports(collection_path) & {"torch", "transformers", "omegaconf"}
+            for name in imports(collection_path) & {"torch", "transformers", "hydra", "omegaconf"}
             if importlib.util.find_spec(name) is None
         }
         if missing:

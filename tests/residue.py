@@ -69,8 +69,19 @@ def shared_memory() -> set[str]:
     """Files of this package in /dev/shm that belong to this process or to nobody alive."""
     found = set()
     for entry in Path("/dev/shm").glob(f"{SHM_PREFIX}*"):
-        found.add(str(entry))
+        if not _is_anothers(entry.name):
+            found.add(str(entry))
     return found
+
+
+def _is_anothers(name: str) -> bool:
+    """Whether the maker that a name tells (arl-namespace-pid-...) lives, outside our family."""
+    try:
+        pid = int(name.split("-")[2], 16)
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (IndexError, ValueError, OSError):
+        return False
+    return os.getpid() not in (pid, parent)
 
 
 def snapshot() -> set[str]:

@@ -708,16 +708,20 @@ arl_expr_override(arl_tree_t *tree, const arl_node_t *site, const arl_text_t *te
 {
     arl_expr_t expr = expr_start(tree, site, text, NULL, err);
     arl_status_t status;
+    bool bare;
 
     skip_spaces(&expr);
     if (expr.p == expr.end) {
         return arl_node_new_text(tree, "", 0, site, value_p, err);
     }
+    bare = strchr("'\"[{", *expr.p) == NULL;
     status = element(&expr, value_p);
     if (status != ARL_OK) {
         return status;
     }
-    skip_spaces(&expr);
+    if (bare) { /* spaces belong to a bare word, though not to its value */
+        skip_spaces(&expr);
+    }
     if (*expr.p == ',') {
         return expr_fail(&expr, "several values are a sweep, which is Hydra's business; write "
                                 "[a, b] for a list");

@@ -165,11 +165,41 @@ merge_map(const override_t *override, arl_node_t *to, const arl_node_t *from)
     return ARL_OK;
 }
 
+/* The first value on the way that cannot hold the next key, or NULL. */
+static const arl_node_t *
+obstacle(const arl_node_t *node, const char *path)
+{
+    for (;;) {
+        size_t size = strcspn(path, ".");
+        const arl_pair_t *pair;
+
+        if (node->kind == ARL_NODE_NULL) {
+            return NULL;
+        }
+        if (node->kind != ARL_NODE_MAP) {
+            return node;
+        }
+        pair = arl_map_find(node, path, size);
+        if (pair == NULL || path[size] == '\0') {
+            return NULL;
+        }
+        node = pair->value;
+        path += size + 1;
+    }
+}
+
 static arl_status_t
 put(const override_t *override, arl_node_t **slot)
 {
+    const arl_node_t *blocked = obstacle(override->tree->root, override->path.data);
     arl_node_t *parent;
+    char path[256];
 
+    if (slot == NULL && blocked != NULL) {
+        arl_node_path(blocked, path, sizeof(path));
+        return arl_tree_fail(override->tree, &override->place, override->err,
+                             "%s is %s and cannot hold keys", path, arl_node_kind_name(blocked));
+    }
     if (slot == NULL) {
         return arl_node_put(override->tree, override->tree->root, override->path.data,
                             override->value, override->err);
