@@ -58,7 +58,7 @@ def tensor_parts(tensor: Any) -> tuple[str, list[int], bytes]:
     """(dtype, shape, bytes) of a tensor of either library."""
     if isinstance(tensor, np.ndarray):
         return WIRE_NAME[tensor.dtype.name], list(tensor.shape), tensor.tobytes()
-    dense = tensor.detach().contiguous().reshape(-1)
+    dense = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     raw = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
     return WIRE_NAME[str(tensor.dtype).removeprefix("torch.")], list(tensor.shape), raw
 

@@ -511,23 +511,21 @@ arl_json_skip(arl_json_reader_t *reader, const arl_json_token_t *token, arl_erro
 bool
 arl_json_int64(const arl_json_reader_t *reader, const arl_json_token_t *token, int64_t *value_p)
 {
-    size_t at = token->begin;
-    bool negative = reader->text[at] == '-';
-    int64_t value = 0;
+    const bool negative = reader->text[token->begin] == '-';
+    const size_t first = token->begin + (negative ? 1 : 0);
+    const uint64_t limit = (uint64_t)INT64_MAX + (negative ? 1 : 0);
+    uint64_t value = 0;
 
-    for (at += negative ? 1 : 0; at < token->end; at++) {
-        int64_t digit = reader->text[at] - '0';
-
-        /* Downwards, as the lowest number has no positive twin. */
-        if (__builtin_mul_overflow(value, 10, &value) ||
-            __builtin_sub_overflow(value, digit, &value)) {
-            return false;
-        }
-    }
-    if (!negative && __builtin_sub_overflow((int64_t)0, value, &value)) {
+    if (token->end - first > 19) { /* INT64_MAX has 19 digits, and any 19 fit in 64 bits */
         return false;
     }
-    *value_p = value;
+    for (size_t at = first; at < token->end; at++) {
+        value = value * 10 + (uint64_t)(reader->text[at] - '0');
+    }
+    if (value > limit) {
+        return false;
+    }
+    *value_p = (int64_t)(negative ? 0 - value : value);
     return true;
 }
 

@@ -268,10 +268,8 @@ arl_json_builder_release(arl_json_builder_t *builder)
 int
 arl_json_advance(arl_json_builder_t *builder, arl_json_token_t *token_p)
 {
-    arl_error_t err = ARL_ERROR_INIT;
-
-    if (arl_json_next(builder->json, token_p, &err) != ARL_OK) {
-        (void)arl_raise(builder->state, &err);
+    if (arl_json_next(builder->json, token_p, &builder->err) != ARL_OK) {
+        (void)arl_raise(builder->state, &builder->err);
         return -1;
     }
     return 0;
@@ -281,10 +279,8 @@ int
 arl_json_expect(arl_json_builder_t *builder, arl_json_kind_t kind, const char *role,
                 arl_json_token_t *token_p)
 {
-    arl_error_t err = ARL_ERROR_INIT;
-
-    if (arl_json_take(builder->json, kind, role, token_p, &err) != ARL_OK) {
-        (void)arl_raise(builder->state, &err);
+    if (arl_json_take(builder->json, kind, role, token_p, &builder->err) != ARL_OK) {
+        (void)arl_raise(builder->state, &builder->err);
         return -1;
     }
     return 0;

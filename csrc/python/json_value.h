@@ -20,12 +20,14 @@ int arl_json_write_value(arl_state_t *state, arl_text_t *out, PyObject *object, 
 /* A str in quotes and ASCII: the rest goes as \uXXXX, two of them past U+FFFF. */
 void arl_json_write_string(arl_text_t *out, PyObject *string);
 
-/* What reading needs beside the reader. Zero-initialise all but state and json. */
+/* What reading needs beside the reader. Zero-initialise all but state, json and err. The
+ * error record is here, since making one for every token costs more than most tokens do. */
 typedef struct arl_json_builder {
     arl_state_t *state;
     arl_json_reader_t *json;
     PyObject *keys;     /* one object for each key that occurs, as in the json module */
     arl_text_t scratch; /* strings without their escapes, terminated numbers */
+    arl_error_t err;
 } arl_json_builder_t;
 
 void arl_json_builder_release(arl_json_builder_t *builder);

@@ -415,7 +415,8 @@ arl_wire_decode(arl_state_t *state, PyObject *buffer, const Py_buffer *frame,
     arl_error_t err = ARL_ERROR_INIT;
     PyObject *object = NULL;
 
-    decoder.builder = (arl_json_builder_t){.state = state, .json = &decoder.tree.json};
+    decoder.builder =
+        (arl_json_builder_t){.state = state, .json = &decoder.tree.json, .err = ARL_ERROR_INIT};
     if (arl_threads_prepare(&err) != ARL_OK ||
         arl_wire_header_parse(frame->buf, (size_t)frame->len, &decoder.header, &err) != ARL_OK) {
         return fail(&decoder, &err);
@@ -440,7 +441,7 @@ arl_wire_decode_metadata(arl_state_t *state, const Py_buffer *frame)
     arl_wire_header_t header = {0};
     arl_error_t err = ARL_ERROR_INIT;
     arl_json_reader_t json;
-    arl_json_builder_t builder = {.state = state, .json = &json};
+    arl_json_builder_t builder = {.state = state, .json = &json, .err = ARL_ERROR_INIT};
     arl_json_token_t token;
     PyObject *metadata = NULL;
     arl_status_t status = arl_wire_header_parse(frame->buf, (size_t)frame->len, &header, &err);
