@@ -2,6 +2,10 @@
 /* Tensors out: what came in as torch goes out as torch, everything else as NumPy. */
 #include "python/tensor.h"
 
+#include "core/arl_pages.h"
+
+static const char pages_name[] = "arctic_rl_c.pages";
+
 /* NumPy's type for `dtype`; for those it lacks, an integer of the same size (bits alone matter,
  * a torch view gives the real dtype back). */
 static int
@@ -103,6 +107,66 @@ prepare_array(arl_tensor_kind_t like, arl_dtype_t dtype, int ndim, const int64_t
     return numpy_type;
 }
 
+/* An array over memory that `owner` keeps alive. */
+static PyObject *
+array_over(int ndim, npy_intp *dims, int numpy_type, void *data, int flags, PyObject *owner)
+{
+    PyObject *array =
+        PyArray_New(&PyArray_Type, ndim, dims, numpy_type, NULL, data, 0, flags, NULL);
+
+    if (array != NULL &&
+        PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(owner)) < 0) { /* steals owner */
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+static void
+pages_destroy(PyObject *capsule)
+{
+    arl_pages_free(PyCapsule_GetPointer(capsule, pages_name),
+                   (size_t)(uintptr_t)PyCapsule_GetContext(capsule));
+}
+
+/* The capsule that owns new pages, and gives them back when the last array over them goes. */
+static PyObject *
+new_pages(size_t nbytes)
+{
+    void *data = arl_pages_alloc(nbytes);
+    PyObject *capsule;
+
+    if (data == NULL) {
+        return PyErr_NoMemory();
+    }
+    capsule = PyCapsule_New(data, pages_name, NULL);
+    if (capsule == NULL || PyCapsule_SetContext(capsule, (void *)(uintptr_t)nbytes) < 0 ||
+        PyCapsule_SetDestructor(capsule, pages_destroy) < 0) {
+        Py_XDECREF(capsule);
+        arl_pages_free(data, nbytes);
+        return NULL;
+    }
+    return capsule;
+}
+
+/* An array of uninitialised memory: NumPy's own, or huge pages where they pay. */
+static PyObject *
+new_array(int ndim, npy_intp *dims, int numpy_type, size_t nbytes)
+{
+    PyObject *pages, *array;
+
+    if (!arl_pages_worthwhile(nbytes)) {
+        return PyArray_EMPTY(ndim, dims, numpy_type, 0);
+    }
+    pages = new_pages(nbytes);
+    if (pages == NULL) {
+        return NULL;
+    }
+    array = array_over(ndim, dims, numpy_type, PyCapsule_GetPointer(pages, pages_name),
+                       NPY_ARRAY_CARRAY, pages);
+    Py_DECREF(pages);
+    return array;
+}
+
 PyObject *
 arl_tensor_new(arl_state_t *state, arl_tensor_kind_t like, arl_dtype_t dtype, int ndim,
                const int64_t *shape, arl_view_t *view_p)
@@ -130,8 +194,7 @@ arl_tensor_new(arl_state_t *state, arl_tensor_kind_t like, arl_dtype_t dtype, in
     if (numpy_type < 0) {
         return NULL;
     }
-    /* NumPy advises huge pages for large arrays, which makes first touch several times cheaper. */
-    array = PyArray_EMPTY(ndim, dims, numpy_type, 0);
+    array = new_array(ndim, dims, numpy_type, (size_t)arl_view_nbytes(&view));
     if (array == NULL) {
         return NULL;
     }
@@ -155,11 +218,7 @@ arl_tensor_over(arl_state_t *state, arl_tensor_kind_t like, arl_dtype_t dtype, i
     if (numpy_type < 0) {
         return NULL;
     }
-    array = PyArray_New(&PyArray_Type, ndim, dims, numpy_type, NULL, data, 0,
-                        readonly ? NPY_ARRAY_CARRAY_RO : NPY_ARRAY_CARRAY, NULL);
-    if (array != NULL &&
-        PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(owner)) < 0) { /* steals owner */
-        Py_CLEAR(array);
-    }
+    array = array_over(ndim, dims, numpy_type, data,
+                       readonly ? NPY_ARRAY_CARRAY_RO : NPY_ARRAY_CARRAY, owner);
     return finish_array(state, like, dtype, exact, array);
 }
