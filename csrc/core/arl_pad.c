@@ -74,8 +74,7 @@ smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* ---- jagged to padded --------------------------------------------------------------------------
- */
+/* ---- jagged to padded ------------------------------------------------------------------------ */
 
 static arl_status_t
 pad_check_row(const arl_pad_job_t *job, int64_t row, const char *key, arl_error_t *err)
@@ -177,8 +176,7 @@ arl_pad_run(const arl_pad_job_t *job)
     arl_parallel_for(nbytes > 0 ? job->input.rows : 0, nbytes, pad_rows, &context);
 }
 
-/* ---- dense to left-padded -----------------------------------------------------------------------
- */
+/* ---- dense to left-padded -------------------------------------------------------------------- */
 
 static void
 left_pad_rows(void *opaque, int64_t begin, int64_t end)
@@ -205,8 +203,7 @@ arl_left_pad_run(const arl_left_pad_job_t *job)
     arl_parallel_for(nbytes > 0 ? job->in.rows : 0, nbytes, left_pad_rows, (void *)job);
 }
 
-/* ---- padded to jagged
- * ----------------------------------------------------------------------------- */
+/* ---- padded to jagged ------------------------------------------------------------------------ */
 
 arl_status_t
 arl_unpad_check(const arl_unpad_job_t *job, const char *key, arl_error_t *err)
@@ -248,8 +245,7 @@ arl_unpad_run(const arl_unpad_job_t *job)
     arl_parallel_for(job->in.rows, total * (int64_t)job->in.itemsize, unpad_rows, (void *)job);
 }
 
-/* ---- predict-next shift
- * ----------------------------------------------------------------------------- */
+/* ---- predict-next shift ---------------------------------------------------------------------- */
 
 typedef struct shift_context {
     const char *in;

@@ -55,8 +55,7 @@ arl_batch_pad(arl_state_t *state, const arl_nested_t *input, const arl_batch_lay
     return result;
 }
 
-/* ---- dense to left-padded ----------------------------------------------------------------------
- */
+/* ---- dense to left-padded -------------------------------------------------------------------- */
 
 /* A dense [rows, width] tensor, as the core's kernels read it. */
 static int
@@ -137,8 +136,7 @@ arl_batch_left_pad(arl_state_t *state, PyObject *object, int64_t width, arl_batc
     return result;
 }
 
-/* ---- padded to jagged
- * ---------------------------------------------------------------------------- */
+/* ---- padded to jagged ------------------------------------------------------------------------ */
 
 /* What is made `like` a nested tensor gets its offsets, so its rows must fill the values. */
 static int
@@ -268,8 +266,7 @@ arl_batch_make_jagged(arl_state_t *state, PyObject *dense, PyObject *attention_m
     return result;
 }
 
-/* ---- predict-next shift
- * ------------------------------------------------------------------------------ */
+/* ---- predict-next shift ---------------------------------------------------------------------- */
 
 static PyObject *
 shifted_values(arl_state_t *state, const arl_tensor_t *values)
@@ -309,8 +306,7 @@ arl_batch_shift_predict_next(arl_state_t *state, PyObject *nested, const char *k
     return result;
 }
 
-/* ---- Python functions
- * ---------------------------------------------------------------------------------- */
+/* ---- Python functions ------------------------------------------------------------------------ */
 
 static const char *const pad_names[] = {
     "input",     "prompts",      "responses",      "attention_mask",

@@ -234,8 +234,7 @@ side_read(arl_state_t *state, PyObject *object, const char *key, side_t *side)
     return 0;
 }
 
-/* ---- the mask -----------------------------------------------------------------------------------
- */
+/* ---- the mask -------------------------------------------------------------------------------- */
 
 static int
 mask_import(arl_state_t *state, PyObject *object, int64_t rows, int64_t width, arl_tensor_t *mask)
@@ -359,8 +358,7 @@ free_spans:
     return status;
 }
 
-/* ---- both sides together
- * --------------------------------------------------------------------------- */
+/* ---- both sides together --------------------------------------------------------------------- */
 
 static int
 layout_check_sides(arl_state_t *state, const side_t *prompts, const side_t *responses,
@@ -442,8 +440,7 @@ arl_batch_layout_release(arl_batch_layout_t *layout)
     layout->response_lengths = NULL;
 }
 
-/* ---- the padding
- * -------------------------------------------------------------------------------------- */
+/* ---- the padding ----------------------------------------------------------------------------- */
 
 static int
 fill_refuse(arl_state_t *state, PyObject *pad_value, arl_dtype_t dtype, const char *key)
