@@ -12,11 +12,9 @@
 #include <string.h>
 
 enum {
-    /* Least work worth one more thread, and the least piece: a huge page. Two threads that touch
-     * one first both clear it, and one of them for nothing. */
-    PIECE_BYTES = 2 << 20,
+    PIECE_BYTES = 1 << 20, /* least work worth one more thread, and the least piece */
+    SPLIT_BYTES = 4 << 20, /* below, little is won, and a worker that is put aside costs much */
     PIECES_PER_THREAD = 4, /* evens out rows of unequal length and cores that are busy */
-    WAKE_FAN_OUT = 2,      /* workers woken by the caller, and by each worker that wakes */
     DEFAULT_MAX = 32,      /* memory is saturated long before; an explicit number may pass it */
 };
 
@@ -214,16 +212,6 @@ pool_take_pieces(pool_t *self)
     }
 }
 
-/* Wakes a few workers, each of which wakes a few more when it joins: the caller soon works
- * itself, and all are awake after a few steps. Call with the mutex held. */
-static void
-pool_wake_locked(pool_t *self)
-{
-    for (int i = 0; i < WAKE_FAN_OUT && i < self->wanted; i++) {
-        (void)pthread_cond_signal(&self->work);
-    }
-}
-
 static void *
 pool_worker(void *argument)
 {
@@ -242,7 +230,6 @@ pool_worker(void *argument)
         seen = self->generation;
         self->wanted--;
         self->active++;
-        pool_wake_locked(self);
         (void)pthread_mutex_unlock(&self->mutex);
         pool_take_pieces(self);
         (void)pthread_mutex_lock(&self->mutex);
@@ -368,7 +355,9 @@ pool_run(pool_t *self, int threads, int64_t pieces, int64_t count, arl_task_fn t
     atomic_store_explicit(&self->next, 0, memory_order_relaxed);
     self->wanted = threads - 1 < self->workers ? threads - 1 : self->workers;
     self->generation++;
-    pool_wake_locked(self);
+    for (int i = 0; i < self->wanted; i++) {
+        (void)pthread_cond_signal(&self->work);
+    }
     (void)pthread_mutex_unlock(&self->mutex);
     pool_take_pieces(self);
     (void)pthread_mutex_lock(&self->mutex);
@@ -390,7 +379,8 @@ arl_parallel_for(int64_t count, int64_t nbytes, arl_task_fn task, void *context)
         return;
     }
     pieces = pieces < count ? pieces : count;
-    if (pieces < 2 || threads_most < 2 || pthread_mutex_trylock(&gate) != 0) {
+    if (pieces < 2 || nbytes < SPLIT_BYTES || threads_most < 2 ||
+        pthread_mutex_trylock(&gate) != 0) {
         task(context, 0, count);
         return;
     }
