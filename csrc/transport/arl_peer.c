@@ -37,7 +37,8 @@ read_small(const char *path, char *text, size_t size)
 }
 
 /* Fields 3 (state) and 22 (start time) of /proc/<pid>/stat. Field 2, the command, is in
- * parentheses and may itself hold spaces and parentheses. */
+ * parentheses and may itself hold spaces and parentheses. False with errno; EPROTO for a text
+ * that is not understood. */
 static bool
 read_stat(int64_t pid, char *state_p, uint64_t *start_time_p)
 {
@@ -48,6 +49,7 @@ read_stat(int64_t pid, char *state_p, uint64_t *start_time_p)
     if (read_small(path, text, sizeof(text)) < 0) {
         return false;
     }
+    errno = EPROTO;
     at = strrchr(text, ')');
     if (at == NULL || at[1] != ' ' || at[2] == '\0') {
         return false;
@@ -122,7 +124,12 @@ arl_peer_alive(int64_t pid, uint64_t start_time)
     uint64_t found;
     char state;
 
-    return read_stat(pid, &state, &found) && found == start_time && state != 'Z' && state != 'X';
+    if (!read_stat(pid, &state, &found)) {
+        /* Only a missing entry is a death. Whatever else went wrong (no descriptor left, say)
+         * tells nothing about the peer. */
+        return errno != ENOENT && errno != ESRCH;
+    }
+    return found == start_time && state != 'Z' && state != 'X';
 }
 
 void

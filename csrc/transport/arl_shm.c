@@ -150,7 +150,12 @@ static arl_status_t
 reserve(int fd, size_t size, arl_error_t *err)
 {
     const size_t piece = (size_t)32 << 20;
+    struct statvfs info;
 
+    /* Asked first, so that a hopeless reservation does not fill memory before it fails. */
+    if (fstatvfs(fd, &info) == 0 && info.f_blocks != 0 && size / info.f_frsize > info.f_bavail) {
+        return no_space(ENOSPC, size, err);
+    }
     if (ftruncate(fd, (off_t)size) != 0) {
         return no_space(errno, size, err);
     }

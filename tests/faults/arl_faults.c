@@ -16,6 +16,7 @@
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -67,6 +68,9 @@ WRAP(int, shm_open, (const char *name, int flags, mode_t mode), (name, flags, mo
 WRAP(int, memfd_create, (const char *name, unsigned int flags), (name, flags), -1, EMFILE)
 WRAP(int, ftruncate, (int fd, off_t size), (fd, size), -1, ENOSPC)
 WRAP(int, posix_fallocate, (int fd, off_t at, off_t size), (fd, at, size), ENOSPC, ENOSPC)
+WRAP(int, fallocate, (int fd, int mode, off_t at, off_t size), (fd, mode, at, size), -1, ENOSPC)
+WRAP(ssize_t, getrandom, (void *out, size_t size, unsigned int flags), (out, size, flags), -1,
+     ENOSYS)
 WRAP(int, fstat, (int fd, struct stat *out), (fd, out), -1, EIO)
 WRAP(int, socket, (int domain, int type, int protocol), (domain, type, protocol), -1, EMFILE)
 WRAP(int, socketpair, (int domain, int type, int protocol, int *out), (domain, type, protocol, out),
