@@ -32,15 +32,13 @@ class Binding(NamedTuple):
 def _square_sum(tensor: Any) -> float:
     if hasattr(tensor, "detach"):  # torch
         tensor = tensor.detach()
-        if tensor.element_size() == 1 and tensor.is_floating_point():
-            tensor = tensor.float()  # torch does not calculate in float8
-        norm = float(tensor.flatten().norm(dtype=_float64_of(tensor)))
+        norm = float(tensor.flatten().to(_double_of(tensor)).norm())
         return norm * norm
     values = np.asarray(tensor, dtype=np.float64)
     return float(np.vdot(values, values))
 
 
-def _float64_of(tensor: Any) -> Any:
+def _double_of(tensor: Any) -> Any:
     import torch
 
     return torch.complex128 if tensor.is_complex() else torch.float64

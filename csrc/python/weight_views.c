@@ -459,6 +459,20 @@ export_view(weight_view_t *self, bool versioned)
     return capsule;
 }
 
+/* A pair of small integers; None leaves them as they are. */
+static int
+read_pair(PyObject *pair, const char *name, int *first, int *second)
+{
+    if (pair == Py_None) {
+        return 0;
+    }
+    if (!PyTuple_Check(pair)) {
+        PyErr_Format(PyExc_TypeError, "__dlpack__: %s is a pair of int or None", name);
+        return -1;
+    }
+    return PyArg_ParseTuple(pair, "ii", first, second) ? 0 : -1;
+}
+
 static PyObject *
 weight_view_dlpack(PyObject *op, PyObject *args, PyObject *kwargs)
 {
@@ -476,8 +490,8 @@ weight_view_dlpack(PyObject *op, PyObject *args, PyObject *kwargs)
         return arl_raise_format(state, ARL_ERR_CLOSED, "views",
                                 "the block of views() has ended, and its tensors with it");
     }
-    if ((max_version != Py_None && !PyArg_ParseTuple(max_version, "ii", &major, &minor)) ||
-        (device != Py_None && !PyArg_ParseTuple(device, "ii", &type, &index))) {
+    if (read_pair(max_version, "max_version", &major, &minor) < 0 ||
+        read_pair(device, "dl_device", &type, &index) < 0) {
         return NULL;
     }
     if (type != ARL_DL_CPU || index != 0 || copy == Py_True) {
