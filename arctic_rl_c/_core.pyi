@@ -188,6 +188,7 @@ class WeightReceiver:
         *,
         timeout: float | None = None,
         verify: _Verify = None,
+        stream: Any = None,
     ) -> SyncStats: ...
     def views(
         self,

@@ -3,6 +3,7 @@
 
 #include "core/arl_overlap.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -608,6 +609,8 @@ free_sent:
     return status;
 }
 
+static _Atomic uint64_t serials;
+
 arl_status_t
 arl_plan_build(const arl_offer_t *offer, const arl_binding_set_t *set, const char *context,
                arl_plan_t *plan_p, arl_plan_report_t *report_p, arl_error_t *err)
@@ -636,6 +639,7 @@ arl_plan_build(const arl_offer_t *offer, const arl_binding_set_t *set, const cha
     }
     status = check_all(&check, &plan, &report, err);
     if (status == ARL_OK) {
+        plan.serial = atomic_fetch_add(&serials, 1) + 1;
         *plan_p = plan;
         *report_p = report;
         plan.copies = NULL;

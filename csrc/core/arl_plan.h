@@ -33,6 +33,7 @@ typedef struct arl_plan {
     arl_copy_t *copies;
     int64_t count;
     int64_t total_bytes; /* bytes written, all runs of all copies */
+    uint64_t serial;     /* differs from that of every other plan that arl_plan_build made */
 } arl_plan_t;
 
 /*

@@ -94,7 +94,9 @@
     X(compute_entropy_and_logprobs)                                                                \
     X(compute_in_fp32)                                                                             \
     X(cpu)                                                                                         \
+    X(cuda)                                                                                        \
     X(cuda_ipc)                                                                                    \
+    X(cuda_stream)                                                                                 \
     X(data)                                                                                        \
     X(data_ptr)                                                                                    \
     X(decode)                                                                                      \

@@ -321,16 +321,16 @@ pull_bytes(arl_state_t *state, arl_weight_receiver_t *self, const Py_buffer *off
 static PyObject *
 weight_receiver_pull(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"offer", "timeout", "verify", NULL};
+    static char *names[] = {"offer", "timeout", "verify", "stream", NULL};
     arl_weight_receiver_t *self = (arl_weight_receiver_t *)op;
-    PyObject *timeout = NULL, *verify = NULL, *result;
+    PyObject *timeout = NULL, *verify = NULL, *stream = Py_None, *result = NULL;
     arl_state_t *state = arl_state_from_type(Py_TYPE(op));
     arl_verify_t mode;
     Py_buffer offer;
     double seconds;
 
-    if (state == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "y*|$OO:pull", names, &offer,
-                                                      &timeout, &verify)) {
+    if (state == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "y*|$OOO:pull", names, &offer,
+                                                      &timeout, &verify, &stream)) {
         return NULL;
     }
     if (arl_seconds(timeout, self->timeout, &seconds) < 0 || arl_verify_from(verify, &mode) < 0 ||
@@ -338,7 +338,9 @@ weight_receiver_pull(PyObject *op, PyObject *args, PyObject *kwargs)
         PyBuffer_Release(&offer);
         return NULL;
     }
-    result = pull_bytes(state, self, &offer, mode, seconds);
+    if (arl_stream_from(state, stream, &self->params, &self->receiver.stream) == 0) {
+        result = pull_bytes(state, self, &offer, mode, seconds);
+    }
     arl_guard_leave(&self->guard);
     PyBuffer_Release(&offer);
     return result;
@@ -523,11 +525,14 @@ PyDoc_STRVAR(
 
 PyDoc_STRVAR(
     pull_doc,
-    "pull($self, /, offer, *, timeout=None, verify=None)\n--\n\n"
+    "pull($self, /, offer, *, timeout=None, verify=None, stream=None)\n--\n\n"
     "Copy the offered weights into the parameters; return SyncStats.\n\n"
     "All of the offer is validated before the first byte is written. verify: \"all\" or\n"
     "\"sample\" compares checksums of what was written with the sender's, which must offer "
-    "them.\n\n"
+    "them.\n"
+    "stream: torch.cuda.Stream or CUstream whose work (reads of the old weights) comes before the\n"
+    "copies; None is torch's current stream, or the default stream. When pull returns, all later\n"
+    "work on any stream of this process sees the new weights.\n\n"
     "Raises WeightMismatchError (names, dtypes or shapes differ), WeightSyncError (the offer is\n"
     "damaged, foreign, used or over; a checksum differs), PeerLostError (the sender is gone),\n"
     "PeerTimeoutError. A failure after the first byte leaves the weights torn.");

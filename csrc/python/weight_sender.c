@@ -210,13 +210,11 @@ weight_sender_offer(PyObject *op, PyObject *args, PyObject *kwargs)
     if (read_version(version, &number) < 0 || arl_seconds(timeout, self->timeout, &seconds) < 0) {
         return NULL;
     }
-    if (stream != Py_None) {
-        stream_pointer = PyLong_AsVoidPtr(stream);
-        if (stream_pointer == NULL && PyErr_Occurred()) {
-            return NULL;
-        }
-    }
     if (arl_guard_enter(state, &self->guard, "offer") < 0) {
+        return NULL;
+    }
+    if (arl_stream_from(state, stream, &self->params, &stream_pointer) < 0) {
+        arl_guard_leave(&self->guard);
         return NULL;
     }
     result = offer_bytes(state, self, number, stream_pointer, seconds);
@@ -430,8 +428,10 @@ PyDoc_STRVAR(
     "offer($self, /, *, version=None, timeout=None, stream=None)\n--\n\n"
     "Offer the parameters as they are now; return the offer, as bytes for the receivers.\n\n"
     "It replaces the offer before it. version: a number above the last one; by default the next.\n"
-    "stream: the cudaStream_t (int) that wrote the parameters last; CUDA only. Over host_shm the\n"
-    "bytes are copied here, and the parameters may change as soon as this returns.\n\n"
+    "stream: torch.cuda.Stream or CUstream that wrote the parameters last; None is torch's current\n"
+    "stream, or the default stream. Over host_shm the bytes are copied here, and the parameters\n"
+    "may change as soon as this returns; over cuda_ipc they must stay as they are until every\n"
+    "receiver has finished (serve()).\n\n"
     "Raises TransportUnavailableError, OSError (shared memory is full), ValueError (tensors that\n"
     "cannot be sent), PeerTimeoutError (receivers still read the memory of the offer before).");
 

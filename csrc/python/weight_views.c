@@ -218,7 +218,8 @@ verify_view(arl_state_t *state, weight_views_t *self, uint32_t index, const arl_
         return 0;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = self->session.transport->checksum(&self->session.pull, view, &sum, &err);
+    status = self->session.transport->checksum(&self->session.pull, self->mapping->import, view,
+                                               &sum, &err);
     Py_END_ALLOW_THREADS
     if (status == ARL_OK && sum != tensor->checksum) {
         status = arl_error_set(&err, ARL_ERR_SYNC, "verify",
@@ -265,6 +266,8 @@ weight_views_next(PyObject *op)
     view->views = (weight_views_t *)Py_NewRef(op);
     view->view = arl_offer_tensor_view(&self->session.offer, index,
                                        self->mapping->import->bases[tensor->alloc]);
+    view->view.device_type = self->mapping->import->device_type;
+    view->view.device_index = self->mapping->import->device_index;
     view->name = PyUnicode_DecodeUTF8(tensor->name, (Py_ssize_t)tensor->name_length, NULL);
     if (view->name == NULL || verify_view(state, self, index, &view->view) < 0) {
         Py_DECREF(view);

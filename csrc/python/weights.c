@@ -329,6 +329,62 @@ arl_params_refresh(arl_state_t *state, arl_params_t *params, arl_role_t role, bo
     return 0;
 }
 
+/* ---- streams --------------------------------------------------------------------------------- */
+
+/* An integer, or what an attribute says. Steals nothing. */
+static int
+stream_read(arl_state_t *state, PyObject *value, void **stream_p)
+{
+    PyObject *number =
+        PyLong_Check(value) ? Py_NewRef(value) : PyObject_GetAttr(value, state->names.cuda_stream);
+
+    if (number == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Format(PyExc_TypeError, "stream is a torch.cuda.Stream or an integer, not %s",
+                         arl_type_name(value));
+        }
+        return -1;
+    }
+    *stream_p = PyLong_AsVoidPtr(number);
+    Py_DECREF(number);
+    return *stream_p == NULL && PyErr_Occurred() ? -1 : 0;
+}
+
+static int
+stream_of_torch(arl_state_t *state, int device, void **stream_p)
+{
+    PyObject *cuda = PyObject_GetAttr(state->torch, state->names.cuda), *stream = NULL;
+    int status = -1;
+
+    if (cuda != NULL) {
+        stream = PyObject_CallMethod(cuda, "current_stream", "i", device);
+    }
+    if (stream != NULL) {
+        status = stream_read(state, stream, stream_p);
+    }
+    Py_XDECREF(stream);
+    Py_XDECREF(cuda);
+    return status;
+}
+
+int
+arl_stream_from(arl_state_t *state, PyObject *value, const arl_params_t *params, void **stream_p)
+{
+    *stream_p = NULL;
+    if (value != NULL && value != Py_None) {
+        return stream_read(state, value, stream_p);
+    }
+    for (Py_ssize_t i = 0; i < params->count; i++) {
+        const arl_tensor_t *tensor = &params->items[i].tensor;
+
+        if (tensor->owner != NULL && tensor->kind == ARL_TENSOR_TORCH &&
+            tensor->view.device_type == ARL_DEVICE_CUDA) {
+            return stream_of_torch(state, tensor->view.device_index, stream_p);
+        }
+    }
+    return 0;
+}
+
 /* ---- calls ----------------------------------------------------------------------------------- */
 
 void

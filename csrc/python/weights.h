@@ -71,6 +71,14 @@ bool arl_guard_forked(const arl_guard_t *guard);
  * wait is without an end. */
 int arl_seconds(PyObject *value, double fallback, double *seconds_p);
 
+/*
+ * The CUstream that a call is ordered after: `value` as an integer or an object with cuda_stream
+ * (torch.cuda.Stream), and for None torch's current stream on the device of the first torch
+ * parameter on a GPU, or the legacy default stream (NULL). Returns 0, or -1 with an exception.
+ */
+int arl_stream_from(arl_state_t *state, PyObject *value, const arl_params_t *params,
+                    void **stream_p);
+
 /* None, "sample" or "all". */
 int arl_verify_from(PyObject *value, arl_verify_t *verify_p);
 

@@ -355,6 +355,12 @@ arl_control_set_slot(arl_control_t *control, arl_slot_state_t state)
                           memory_order_release);
 }
 
+bool
+arl_control_sender_alive(const arl_control_t *control)
+{
+    return arl_peer_watch_alive(&control->sender_watch);
+}
+
 arl_status_t
 arl_control_check_sender(arl_control_t *control, arl_error_t *err)
 {

@@ -107,6 +107,10 @@ void arl_control_set_slot(arl_control_t *control, arl_slot_state_t state);
 /* ARL_OK while the sender lives and has neither failed nor released the offer. */
 arl_status_t arl_control_check_sender(arl_control_t *control, arl_error_t *err);
 
+/* Whether the sender's process lives, whatever it says of the offer: a release waits for the
+ * receivers that are still at it. */
+bool arl_control_sender_alive(const arl_control_t *control);
+
 /* Each receiver says once that it has opened all it needs by name. True for the last one, which
  * then removes the names. */
 bool arl_control_opened(arl_control_t *control);

@@ -231,6 +231,7 @@ arl_receiver_begin(arl_receiver_t *receiver, const void *bytes, size_t size, arl
     session->pull.offer = &session->offer;
     session->pull.views = views;
     session->pull.deadline = deadline;
+    session->pull.stream = receiver->stream;
     status = read_offer(receiver, bytes, size, session, &reason);
     session->stats.validate_s = phase_end(session);
     if (status == ARL_OK) {
@@ -287,19 +288,21 @@ verify_copy(const arl_receiver_t *receiver, arl_session_t *session, const arl_co
         }
         source = arl_offer_tensor_view(&session->offer, copy->tensor, bases[copy->alloc]);
         box = arl_binding_box(binding, &source);
-        status = session->transport->checksum(&session->pull, &source, &found, err);
+        status =
+            session->transport->checksum(&session->pull, session->import, &source, &found, err);
         if (status != ARL_OK) {
             return status;
         }
         if (found != wanted) {
             goto differs;
         }
-        status = session->transport->checksum(&session->pull, &box, &wanted, err);
+        status = session->transport->checksum(&session->pull, session->import, &box, &wanted, err);
         if (status != ARL_OK) {
             return status;
         }
     }
-    status = session->transport->checksum(&session->pull, &binding->dst, &found, err);
+    status =
+        session->transport->checksum(&session->pull, session->import, &binding->dst, &found, err);
     if (status != ARL_OK) {
         return status;
     }

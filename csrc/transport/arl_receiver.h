@@ -10,6 +10,7 @@ enum { ARL_RECEIVER_SEEN_MAX = 16 };
 typedef struct arl_receiver {
     arl_binding_set_t set; /* the owner fills and frees it; see arl_receiver_rebind */
     bool keep_mapped;
+    void *stream; /* CUstream of the caller, which the copies are ordered after; set by the owner */
 
     bool torn;
     char torn_text[256]; /* why */

@@ -30,8 +30,6 @@ static const arl_transport_t *const transports[ARL_TRANSPORT_COUNT] = {
         .probe = field##_probe,                                                                    \
     }
 
-ARL_TRANSPORT_TO_COME(cuda_ipc, ARL_TRANSPORT_CUDA_IPC, false, true,
-                      "keep the parameters in CPU memory and it is host_shm");
 ARL_TRANSPORT_TO_COME(ring, ARL_TRANSPORT_RING, true, true,
                       "leave low_memory out, and keep the parameters in CPU memory for host_shm");
 ARL_TRANSPORT_TO_COME(nccl, ARL_TRANSPORT_NCCL, true, false,

@@ -80,6 +80,8 @@ typedef struct arl_import {
     const char *const *bases; /* one for each allocation of the offer; NULL when streamed */
     int64_t mappings;         /* of foreign memory, open now */
     int64_t extra_bytes;
+    arl_device_type_t device_type; /* where the mapped memory is; cleared is the CPU */
+    int device_index;
 } arl_import_t;
 
 /* The tensors of a streaming sender, one after another in the order of the offer. `next` fills
@@ -96,7 +98,7 @@ typedef struct arl_pull {
     arl_control_t *control; /* NULL when the sender is on another machine */
     arl_export_t *local;    /* the sender's end, when it is in this process */
     bool views;             /* the mapping will be handed out: protect the sender's bytes */
-    void *stream;           /* CUstream that the copies go to; NULL: the transport's own */
+    void *stream;           /* CUstream of the caller, which the copies are ordered after */
     arl_deadline_t *deadline;
 } arl_pull_t;
 
@@ -150,8 +152,8 @@ typedef struct arl_transport {
     arl_status_t (*copy)(const arl_pull_t *pull, arl_import_t *import, arl_error_t *err);
 
     /* The checksum of a tensor, of the sender (base from the import) or of the receiver. */
-    arl_status_t (*checksum)(const arl_pull_t *pull, const arl_view_t *view, uint64_t *sum_p,
-                             arl_error_t *err);
+    arl_status_t (*checksum)(const arl_pull_t *pull, arl_import_t *import, const arl_view_t *view,
+                             uint64_t *sum_p, arl_error_t *err);
 
     /* `keep`: keeps what the next pull may use again; otherwise closes all, frees, sets NULL. */
     void (*close)(arl_import_t **import_io, bool keep);

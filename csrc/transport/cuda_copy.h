@@ -4,50 +4,21 @@
 
 #include "core/arl_deadline.h"
 #include "core/arl_plan.h"
-#include "transport/cuda_api.h"
+#include "transport/cuda_engine.h"
 
 /*
  * Copies and checksums on a device.
  *
- * An engine is a device with the kernels loaded and a stream of its own. A prepared plan is a
- * list of copies turned into tables in device memory, made once while the layout stays the same
- * and run as often as wanted: one launch for the contiguous runs, cut into segments of 64 KiB,
- * and one for what is scattered. Sources are named by base and offset, so that a mapping that
- * moved costs one small upload and no new tables.
+ * A prepared plan is a list of copies turned into tables in device memory, made once while the
+ * layout stays the same and run as often as wanted: one launch for the contiguous runs, cut into
+ * segments of 64 KiB, and one for what is scattered. Sources are named by base and offset, so that
+ * a mapping that moved costs one small upload and no new tables.
  *
  * Where the kernels do not load (no JIT compiler, a driver policy), a graph of memcpy nodes does
- * the same work; `fallback_reason` says so, and callers report it.
+ * the same work; the engine's `fallback_reason` says so, and callers report it.
  *
  * None of this may be called with the GIL held. The functions push and pop the context.
  */
-
-typedef struct arl_cuda_engine {
-    arl_cuda_device_t device;
-    arl_cu_stream_t stream; /* non-blocking: ordered after nothing but what it waits for */
-    arl_cu_module_t module; /* NULL: no kernels */
-    arl_cu_function_t copy_segments;
-    arl_cu_function_t copy_strided;
-    arl_cu_function_t checksum;
-    unsigned int threads;       /* of a block */
-    unsigned int blocks_per_sm; /* most blocks of a launch, for each multiprocessor */
-    char fallback_reason[256];  /* why there are no kernels; empty when there are */
-} arl_cuda_engine_t;
-
-/* Opens the device too. Zero-initialised it is closed; closing twice is fine. */
-arl_status_t arl_cuda_engine_open(int ordinal, arl_cuda_engine_t *engine_p, arl_error_t *err);
-void arl_cuda_engine_close(arl_cuda_engine_t *engine);
-
-/*
- * Waits under the deadline until everything on `stream` is done. ARL_ERR_TIMEOUT says `what`
- * was waited for; the work itself cannot be taken back. `alive` as in arl_deadline_wait.
- */
-arl_status_t arl_cuda_stream_wait(const arl_cuda_device_t *device, arl_cu_stream_t stream,
-                                  arl_deadline_t *deadline, bool (*alive)(void *context),
-                                  void *context, const char *what, arl_error_t *err);
-
-/* Lets the engine's stream wait for what `stream` (a caller's) holds now, without the host. */
-arl_status_t arl_cuda_engine_follow(const arl_cuda_engine_t *engine, arl_cu_stream_t stream,
-                                    arl_error_t *err);
 
 typedef struct arl_cuda_plan arl_cuda_plan_t;
 

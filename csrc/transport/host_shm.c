@@ -341,9 +341,11 @@ host_copy(const arl_pull_t *pull, arl_import_t *import, arl_error_t *err)
 }
 
 static arl_status_t
-host_checksum(const arl_pull_t *pull, const arl_view_t *view, uint64_t *sum_p, arl_error_t *err)
+host_checksum(const arl_pull_t *pull, arl_import_t *import, const arl_view_t *view, uint64_t *sum_p,
+              arl_error_t *err)
 {
     (void)pull;
+    (void)import;
     (void)err;
     *sum_p = arl_checksum_view(view);
     return ARL_OK;

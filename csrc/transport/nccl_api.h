@@ -54,15 +54,15 @@ enum {
 };
 
 #define ARL_NCCL_CONFIG_MAGIC 0xcafebeefU
-#define ARL_NCCL_UNDEFINED    INT_MIN
+#define ARL_NCCL_UNDEFINED INT_MIN
 
 /* Non-blocking, everything else as NCCL (and the user's NCCL_* variables) would have it. */
-#define ARL_NCCL_CONFIG_INIT                                                                    \
-    {                                                                                           \
-        .size = sizeof(arl_nccl_config_t), .magic = ARL_NCCL_CONFIG_MAGIC,                      \
-        .version = ARL_NCCL_VERSION_MIN, .blocking = 0, .cga_cluster_size = ARL_NCCL_UNDEFINED, \
-        .min_ctas = ARL_NCCL_UNDEFINED, .max_ctas = ARL_NCCL_UNDEFINED, .net_name = NULL,       \
-        .split_share = ARL_NCCL_UNDEFINED                                                       \
+#define ARL_NCCL_CONFIG_INIT                                                                       \
+    {                                                                                              \
+        .size = sizeof(arl_nccl_config_t), .magic = ARL_NCCL_CONFIG_MAGIC,                         \
+        .version = ARL_NCCL_VERSION_MIN, .blocking = 0, .cga_cluster_size = ARL_NCCL_UNDEFINED,    \
+        .min_ctas = ARL_NCCL_UNDEFINED, .max_ctas = ARL_NCCL_UNDEFINED, .net_name = NULL,          \
+        .split_share = ARL_NCCL_UNDEFINED                                                          \
     }
 
 /* Symbol (also the field's name), NCCL version that first had it, return type, parameters. */

@@ -172,6 +172,7 @@ class Driver:
         library.fake_cuda_fail.argtypes = (ctypes.c_char_p, ctypes.c_long, ctypes.c_int)
         library.fake_cuda_live.restype = ctypes.c_long
         library.fake_cuda_calls.restype = ctypes.c_long
+        library.fake_cuda_pending.restype = ctypes.c_long
         library.fake_cuda_lag.argtypes = (ctypes.c_long,)
         library.cuMemFree_v2.argtypes = (ctypes.c_size_t,)
         if library.cuInit(0) != 0:
@@ -209,6 +210,10 @@ class Driver:
     def calls(self) -> int:
         return int(self.library.fake_cuda_calls())
 
+    def pending(self) -> int:
+        """Pieces of stream work that have not run."""
+        return int(self.library.fake_cuda_pending())
+
     def live(self) -> dict[str, int]:
         """What is alive in this process, by kind."""
         return {kind: int(self.library.fake_cuda_live(i)) for i, kind in enumerate(LIVE)}
@@ -229,8 +234,6 @@ def driver() -> Driver:
 
 # ---- arrays in device memory --------------------------------------------------------------------
 
-_DL_CODES = {"b": 6, "i": 0, "u": 1, "f": 2, "c": 5}
-
 
 class _DLTensor(ctypes.Structure):
     _fields_ = (
@@ -241,38 +244,32 @@ class _DLTensor(ctypes.Structure):
         ("code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
         ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
         ("byte_offset", ctypes.c_uint64),
     )
 
 
-class _DLManaged(ctypes.Structure):
-    _fields_ = (("tensor", _DLTensor), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
-
-
-_api = ctypes.pythonapi
-_api.PyCapsule_New.restype = ctypes.py_object
-_api.PyCapsule_New.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-
-#: Capsule address -> what it keeps alive. The destructor takes it out.
-_exported: dict[int, tuple[Any, ...]] = {}
-
-
-@ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-def _capsule_gone(address: int) -> None:
-    _exported.pop(address, None)
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 class _Memory:
-    """One allocation, freed with its last array."""
+    """One allocation, freed when no array uses it any more."""
 
     def __init__(self, nbytes: int, device: int, vmm: bool) -> None:
         self.pointer = driver().allocate(nbytes, device, vmm)
-        self.nbytes, self.device = nbytes, device
+        self.nbytes, self.device, self.pid = nbytes, device, os.getpid()
+
+    def window(self) -> Any:
+        """The bytes as a buffer that keeps this alive."""
+        window = (ctypes.c_char * self.nbytes).from_address(self.pointer)
+        window.memory = self
+        return window
 
     def __del__(self) -> None:
-        if getattr(self, "pointer", 0):
+        if getattr(self, "pointer", 0) and self.pid == os.getpid():
             driver().free(self.pointer)
 
 
@@ -297,26 +294,12 @@ class DeviceArray:
         return 2, self.memory.device
 
     def __dlpack__(self, **_unused: Any) -> Any:
-        array = self.array
-        shape = (ctypes.c_int64 * max(array.ndim, 1))(*array.shape)
-        strides = (ctypes.c_int64 * max(array.ndim, 1))(
-            *(s // array.itemsize for s in array.strides)
-        )
-        managed = _DLManaged()
-        managed.tensor = _DLTensor(
-            array.ctypes.data,
-            2,
-            self.memory.device,
-            array.ndim,
-            _DL_CODES[array.dtype.kind] if self.kind is None else self.kind,
-            array.itemsize * 8,
-            1,
-            shape,
-            strides,
-            0,
-        )
-        capsule = _api.PyCapsule_New(ctypes.addressof(managed), b"dltensor", _capsule_gone)
-        _exported[id(capsule)] = (managed, shape, strides, self)
+        """NumPy's own capsule, moved to the device: its deleter keeps the array alive."""
+        capsule = self.array.__dlpack__()
+        tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+        tensor.device_type, tensor.device_id = 2, self.memory.device
+        if self.kind is not None:
+            tensor.code = self.kind
         return capsule
 
 
@@ -326,7 +309,6 @@ def device_array(
     """Copy `values` into new device memory, `offset` bytes after its beginning."""
     values = np.ascontiguousarray(values)
     memory = _Memory(max(values.nbytes + offset, 1), device, vmm)
-    window = (ctypes.c_char * memory.nbytes).from_address(memory.pointer)
-    array = np.frombuffer(window, values.dtype, values.size, offset).reshape(values.shape)
+    array = np.frombuffer(memory.window(), values.dtype, values.size, offset).reshape(values.shape)
     array[...] = values
     return DeviceArray(memory, array, kind)

@@ -189,6 +189,20 @@ fake_cuda_hold(int on)
     (void)pthread_mutex_unlock(&fake_lock);
 }
 
+FAKE_EXPORT long fake_cuda_pending(void);
+FAKE_EXPORT long
+fake_cuda_pending(void)
+{
+    long count = 0;
+
+    (void)pthread_mutex_lock(&fake_lock);
+    for (const work_t *work = first_work; work != NULL; work = work->next) {
+        count++;
+    }
+    (void)pthread_mutex_unlock(&fake_lock);
+    return count;
+}
+
 FAKE_EXPORT void fake_cuda_lag(long us);
 FAKE_EXPORT void
 fake_cuda_lag(long us)

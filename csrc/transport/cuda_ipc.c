@@ -1,0 +1,703 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * cuda_ipc: receivers map the sender's own allocations and copy out of them on the GPU. The
+ * sender may not write to its tensors, nor free them, until every receiver has finished.
+ *
+ * The offer is ordered after the caller's stream by waiting for it, so that no receiver ever
+ * waits on the GPU for a process that may die. The receiver waits for its copies for the same
+ * reason: pull returns when they are done, under its deadline.
+ */
+#include "transport/arl_sender.h"
+#include "transport/arl_transport.h"
+#include "transport/cuda_copy.h"
+#include "transport/cuda_memory.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char OFFER[] = "offer";
+static const char PULL[] = "pull";
+
+static arl_status_t
+cuda_probe(arl_error_t *err)
+{
+    const arl_cuda_api_t *api;
+
+    return arl_cuda_load(&api, err);
+}
+
+/* ---- sender --------------------------------------------------------------------------------- */
+
+typedef struct cuda_export {
+    arl_export_t base;
+    const char *addresses[]; /* of the allocations; base.bases points here */
+} cuda_export_t;
+
+static bool
+view_has_bytes(const arl_view_t *view)
+{
+    return arl_view_nbytes(view) > 0;
+}
+
+/* Enters every tensor's allocation in `ranges`; all must be on one device, and be exportable. */
+static arl_status_t
+find_allocations(const arl_export_request_t *request, arl_cuda_ranges_t *ranges, int *ordinal_p,
+                 arl_error_t *err)
+{
+    const arl_source_t *first = NULL;
+    int ordinal = -1;
+
+    for (uint32_t i = 0; i < request->count; i++) {
+        const arl_source_t *source = &request->sources[i];
+        arl_cuda_pointer_t info;
+        arl_status_t status;
+
+        if (!view_has_bytes(&source->view) || request->alias_of[i] != i) {
+            continue;
+        }
+        if (source->view.data == NULL) {
+            return arl_error_set(err, ARL_ERR_VALUE, OFFER,
+                                 "%.*s is a specification without data; only low_memory=True sends "
+                                 "tensors that come later",
+                                 (int)source->name_length, source->name);
+        }
+        status = arl_cuda_ranges_find(ranges, &source->view, source->name, source->name_length,
+                                      &info, err);
+        if (status != ARL_OK) {
+            return status;
+        }
+        if (!info.legacy_ipc) {
+            return arl_error_set(
+                err, ARL_ERR_UNAVAILABLE, OFFER, "%.*s is in memory that has no IPC handle (%s)",
+                (int)(source->name_length < 48 ? source->name_length : 48), source->name,
+                info.managed ? "managed memory" : "expandable segments, a memory pool or VMM");
+        }
+        if (first != NULL && info.ordinal != ordinal) {
+            return arl_error_set(err, ARL_ERR_VALUE, OFFER,
+                                 "%.*s is on device %d and %.*s on device %d; use one sender for "
+                                 "each device",
+                                 (int)first->name_length, first->name, ordinal,
+                                 (int)source->name_length, source->name, info.ordinal);
+        }
+        first = first == NULL ? source : first;
+        ordinal = info.ordinal;
+    }
+    *ordinal_p = ordinal < 0 ? request->sources[0].view.device_index : ordinal;
+    return ARL_OK;
+}
+
+static arl_status_t
+cuda_accepts(const arl_export_request_t *request, arl_error_t *err)
+{
+    arl_cuda_ranges_t ranges = {0};
+    arl_status_t status = arl_cuda_load(&ranges.api, err);
+    int ordinal;
+
+    if (status == ARL_OK) {
+        status = find_allocations(request, &ranges, &ordinal, err);
+    }
+    arl_cuda_ranges_free(&ranges);
+    return status;
+}
+
+static arl_status_t
+describe_allocations(const arl_cuda_ranges_t *ranges, const arl_cuda_device_t *device,
+                     arl_offer_t *offer, cuda_export_t *export, arl_error_t *err)
+{
+    for (uint32_t i = 0; i < offer->alloc_count; i++) {
+        arl_offer_alloc_t *alloc = &offer->allocs[i];
+        const arl_cuda_pointer_t *info = &ranges->items[i];
+        arl_status_t status;
+
+        alloc->kind = ARL_ALLOC_CUDA_IPC;
+        alloc->size = info->size;
+        alloc->base_id = info->buffer_id;
+        alloc->unit = offer->unit;
+        status = arl_cuda_memory_handle(device, info, alloc->handle, err);
+        if (status != ARL_OK) {
+            return status;
+        }
+        export->addresses[i] = (const char *)info->base;
+    }
+    return ARL_OK;
+}
+
+static void
+place_tensors(const arl_export_request_t *request, const arl_cuda_ranges_t *ranges,
+              arl_offer_t *offer, cuda_export_t *export)
+{
+    for (uint32_t i = 0; i < request->count; i++) {
+        const arl_view_t *view = &request->sources[i].view;
+        arl_offer_tensor_t *tensor = &offer->tensors[i];
+        int64_t low, high;
+
+        memcpy(tensor->strides, view->strides, (size_t)view->ndim * sizeof(tensor->strides[0]));
+        if (!view_has_bytes(view)) {
+            tensor->alloc = offer->alloc_count > 0 ? 0 : ARL_OFFER_STREAMED;
+            continue;
+        }
+        arl_view_extent(view, &low, &high);
+        tensor->alloc = arl_cuda_ranges_index(ranges, (uintptr_t)view->data + (uintptr_t)low);
+        tensor->offset = (uintptr_t)view->data - ranges->items[tensor->alloc].base;
+        if (request->alias_of[i] == i) {
+            export->base.bytes += arl_view_nbytes(view);
+        }
+    }
+}
+
+static arl_status_t
+add_checksums(const arl_export_request_t *request, const arl_cuda_engine_t *engine,
+              arl_offer_t *offer, arl_error_t *err)
+{
+    arl_view_t *views = malloc(((size_t)request->count + 1) * sizeof(*views));
+    uint64_t *sums = malloc(((size_t)request->count + 1) * sizeof(*sums));
+    int64_t count = 0;
+    arl_status_t status;
+
+    if (views == NULL || sums == NULL) {
+        status = arl_error_set(err, ARL_ERR_NOMEM, OFFER, "out of memory for %u checksums",
+                               request->count);
+        goto free_arrays;
+    }
+    for (uint32_t i = 0; i < request->count; i++) {
+        if (arl_offer_has_checksum(offer, i)) {
+            views[count++] = request->sources[i].view;
+        }
+    }
+    status = arl_cuda_checksum(engine, views, count, request->deadline, sums, err);
+    count = 0;
+    for (uint32_t i = 0; i < request->count && status == ARL_OK; i++) {
+        if (arl_offer_has_checksum(offer, i)) {
+            offer->tensors[i].checksum = sums[count++];
+        }
+    }
+free_arrays:
+    free(sums);
+    free(views);
+    return status;
+}
+
+/* Waits for what the caller has put on its stream, then sums what is to be verified. */
+static arl_status_t
+settle(const arl_export_request_t *request, int ordinal, const arl_cuda_ranges_t *ranges,
+       arl_offer_t *offer, cuda_export_t *export, arl_error_t *err)
+{
+    arl_cuda_engine_t *engine;
+    arl_status_t status = arl_cuda_engine_acquire(ordinal, &engine, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    offer->unit = arl_cuda_unit(&engine->device);
+    ARL_CHECK_GOTO(status, describe_allocations(ranges, &engine->device, offer, export, err),
+                   release_engine);
+    place_tensors(request, ranges, offer, export);
+    ARL_CHECK_GOTO(status, arl_cuda_engine_follow(engine, request->stream, err), release_engine);
+    ARL_CHECK_GOTO(status,
+                   arl_cuda_stream_wait(&engine->device, engine->stream, request->deadline, NULL,
+                                        NULL, "what the caller's stream held at offer()", err),
+                   release_engine);
+    if (request->verify != ARL_VERIFY_NONE) {
+        status = add_checksums(request, engine, offer, err);
+    }
+release_engine:
+    arl_cuda_engine_release(engine);
+    return status;
+}
+
+static arl_status_t
+cuda_offer(const arl_export_request_t *request, arl_offer_t *offer, arl_export_t **export_p,
+           arl_error_t *err)
+{
+    arl_cuda_ranges_t ranges = {0};
+    cuda_export_t *export = NULL;
+    int ordinal;
+    arl_status_t status;
+
+    ARL_CHECK_GOTO(status, arl_cuda_load(&ranges.api, err), free_ranges);
+    ARL_CHECK_GOTO(status, find_allocations(request, &ranges, &ordinal, err), free_ranges);
+    if (ranges.count > ARL_OFFER_ALLOCS_MAX) {
+        status = arl_error_set(err, ARL_ERR_VALUE, OFFER,
+                               "the tensors lie in %zu allocations, at most %d are supported",
+                               ranges.count, (int)ARL_OFFER_ALLOCS_MAX);
+        goto free_ranges;
+    }
+    export = calloc(1, sizeof(*export) + (ranges.count + 1) * sizeof(export->addresses[0]));
+    offer->allocs = calloc(ranges.count + 1, sizeof(*offer->allocs));
+    if (export == NULL || offer->allocs == NULL) {
+        status = arl_error_set(err, ARL_ERR_NOMEM, OFFER, "out of memory for %zu allocations",
+                               ranges.count);
+        goto free_export;
+    }
+    offer->alloc_count = (uint32_t)ranges.count;
+    export->base.bases = export->addresses;
+    export->base.in_place = true;
+    ARL_CHECK_GOTO(status, settle(request, ordinal, &ranges, offer, export, err), free_export);
+    arl_cuda_ranges_free(&ranges);
+    *export_p = &export->base;
+    return ARL_OK;
+
+free_export:
+    free(export);
+free_ranges:
+    arl_cuda_ranges_free(&ranges);
+    return status;
+}
+
+static void
+cuda_destroy(arl_export_t *base, bool forked)
+{
+    (void)forked; /* nothing of the driver's is held */
+    free(base);
+}
+
+/* ---- receiver ------------------------------------------------------------------------------- */
+
+/* An allocation of the sender, mapped here. */
+typedef struct mapping {
+    uint8_t handle[ARL_OFFER_HANDLE_BYTES];
+    uint64_t base_id;
+    uint64_t size;
+    const char *address; /* NULL: taken over by the next import */
+} mapping_t;
+
+typedef struct cuda_import {
+    arl_import_t base;
+    arl_cuda_engine_t *engine;
+    arl_export_t *local; /* same process: its addresses, no mappings */
+    arl_peer_t sender;   /* whose mappings these are */
+    uint32_t count;
+    mapping_t *mappings;
+    const char **addresses; /* base.bases points here */
+    arl_cuda_plan_t *plan;
+    uint64_t plan_serial;
+} cuda_import_t;
+
+static void
+unmap(const arl_cuda_engine_t *engine, mapping_t *mapping)
+{
+    if (mapping->address != NULL) {
+        const bool entered = arl_cuda_device_enter(&engine->device);
+
+        /* It fails when the context is broken, and then nothing is mapped any more. */
+        (void)engine->device.api->cuIpcCloseMemHandle((arl_cu_ptr_t)mapping->address);
+        arl_cuda_device_leave(&engine->device, entered);
+        mapping->address = NULL;
+    }
+}
+
+/* Closes all. What still runs must end first: a copy that failed half way, or timed out. Waits a
+ * second for it, and otherwise gives mappings and tables up rather than block. */
+static void
+import_free(cuda_import_t *import)
+{
+    const arl_cuda_api_t *api;
+    bool idle = true;
+
+    if (arl_cuda_load(&api, NULL) != ARL_OK) {
+        goto free_memory; /* a child after fork: nothing of the driver's may be touched */
+    }
+    if (import->engine != NULL) {
+        arl_deadline_t deadline;
+
+        arl_deadline_start(&deadline, 1.0);
+        idle = arl_cuda_stream_wait(&import->engine->device, import->engine->stream, &deadline,
+                                    NULL, NULL, "close", NULL) != ARL_ERR_TIMEOUT;
+    }
+    if (idle) {
+        for (uint32_t i = 0; i < import->count; i++) {
+            unmap(import->engine, &import->mappings[i]);
+        }
+        arl_cuda_plan_free(import->plan);
+    }
+    arl_cuda_engine_release(import->engine);
+free_memory:
+    if (import->local != NULL) {
+        arl_export_drop(import->local);
+    }
+    free(import->mappings);
+    free(import->addresses);
+    free(import);
+}
+
+static void
+cuda_close(arl_import_t **import_io, bool keep)
+{
+    cuda_import_t *import = (cuda_import_t *)*import_io;
+
+    if (import == NULL) {
+        return;
+    }
+    if (keep) { /* the engine and the tables, and of another process the mappings */
+        if (import->local != NULL) {
+            arl_export_drop(import->local);
+            import->local = NULL;
+            import->base.bases = NULL;
+        }
+        return;
+    }
+    import_free(import);
+    *import_io = NULL;
+}
+
+/* The device of everything that the plan writes to. */
+static arl_status_t
+find_destination(const arl_pull_t *pull, int *ordinal_p, arl_error_t *err)
+{
+    arl_cuda_ranges_t ranges = {0};
+    int ordinal = -1;
+    arl_status_t status = arl_cuda_load(&ranges.api, err);
+
+    for (int64_t i = 0; i < pull->plan->count && status == ARL_OK; i++) {
+        const arl_copy_t *copy = &pull->plan->copies[i];
+        const arl_offer_tensor_t *tensor = &pull->offer->tensors[copy->tensor];
+        arl_cuda_pointer_t info;
+        arl_view_t box = {
+            .data = copy->dst, .itemsize = (size_t)copy->run_bytes, .ndim = copy->ndim};
+
+        memcpy(box.shape, copy->count, sizeof(box.shape));
+        memcpy(box.strides, copy->dst_stride, sizeof(box.strides));
+        status = arl_cuda_ranges_find(&ranges, &box, tensor->name, tensor->name_length, &info, err);
+        if (status == ARL_OK && ordinal >= 0 && info.ordinal != ordinal) {
+            status = arl_error_set(err, ARL_ERR_VALUE, PULL,
+                                   "the parameters are on devices %d and %d (%.*s); use one "
+                                   "receiver for each device",
+                                   ordinal, info.ordinal, (int)tensor->name_length, tensor->name);
+        }
+        if (status == ARL_OK) {
+            ordinal = info.ordinal;
+        }
+    }
+    arl_cuda_ranges_free(&ranges);
+    *ordinal_p = ordinal;
+    return status;
+}
+
+/* Whether the receiver's device may read the sender's: it is the same one, or a peer. */
+static arl_status_t
+check_units(const arl_pull_t *pull, const arl_cuda_device_t *device, arl_error_t *err)
+{
+    char theirs[ARL_CUDA_UUID_TEXT], ours[ARL_CUDA_UUID_TEXT];
+    const arl_unit_t *unit = &pull->offer->unit;
+    arl_cuda_device_t peer = {0};
+    int can = 0;
+
+    for (uint32_t i = 0; i < pull->offer->alloc_count; i++) {
+        const arl_offer_alloc_t *alloc = &pull->offer->allocs[i];
+
+        if (alloc->kind != ARL_ALLOC_CUDA_IPC ||
+            memcmp(alloc->unit.uuid, unit->uuid, sizeof(unit->uuid)) != 0) {
+            return arl_error_set(err, ARL_ERR_SYNC, PULL,
+                                 "offer is not valid: allocation %u is not GPU memory of the "
+                                 "sender's device",
+                                 i);
+        }
+    }
+    if (memcmp(unit->uuid, device->uuid, sizeof(unit->uuid)) == 0) {
+        return ARL_OK;
+    }
+    if (arl_cuda_device_open_uuid(unit->uuid, &peer, NULL) == ARL_OK) {
+        if (device->api->cuDeviceCanAccessPeer(&can, device->device, peer.device) !=
+            ARL_CUDA_SUCCESS) {
+            can = 0;
+        }
+        arl_cuda_device_close(&peer);
+    }
+    if (can) {
+        return ARL_OK;
+    }
+    arl_cuda_uuid_text(unit->uuid, theirs);
+    arl_cuda_uuid_text(device->uuid, ours);
+    return arl_error_set(err, ARL_ERR_UNAVAILABLE, PULL,
+                         "the offer is of memory on %s (device %d of %s), the parameters here are "
+                         "on %s (device %d), which cannot read it: the other device is not visible "
+                         "in this process (CUDA_VISIBLE_DEVICES), or there is no peer access "
+                         "between them; put both on one GPU, or use nccl",
+                         theirs, unit->index, pull->offer->host, ours, device->ordinal);
+}
+
+static arl_status_t
+map_error(const arl_pull_t *pull, const arl_cuda_device_t *device, uint32_t index,
+          arl_cu_result_t result, arl_error_t *err)
+{
+    const arl_offer_alloc_t *alloc = &pull->offer->allocs[index];
+
+    if (pull->control != NULL) { /* the usual reason: the sender is gone, or has ended the offer */
+        arl_status_t status = arl_control_check_sender(pull->control, err);
+
+        if (status != ARL_OK) {
+            return status;
+        }
+    }
+    return arl_cuda_error_set(device->api, err, ARL_ERR_SYNC, result, "cuIpcOpenMemHandle",
+                              "allocation %u of %u, %llu bytes, of process %lld on %s cannot be "
+                              "mapped on device %d (%s); did the sender free it, or is this "
+                              "process not allowed to (container with another IPC namespace, too "
+                              "many mappings)?",
+                              index, pull->offer->alloc_count, (unsigned long long)alloc->size,
+                              (long long)pull->offer->sender.pid, pull->offer->host,
+                              device->ordinal, device->name);
+}
+
+/* A handle says what it is a handle of; that it is as large as the offer says is checked here. */
+static arl_status_t
+map(const arl_pull_t *pull, const arl_cuda_device_t *device, uint32_t index, mapping_t *mapping,
+    arl_error_t *err)
+{
+    const arl_offer_alloc_t *alloc = &pull->offer->allocs[index];
+    arl_cuda_pointer_t info;
+    arl_cu_ipc_handle_t handle;
+    arl_cu_ptr_t address = 0;
+    arl_cu_result_t result;
+    arl_status_t status;
+
+    memcpy(handle.reserved, alloc->handle, sizeof(handle.reserved));
+    result =
+        device->api->cuIpcOpenMemHandle_v2(&address, handle, ARL_CUDA_IPC_LAZY_ENABLE_PEER_ACCESS);
+    if (result != ARL_CUDA_SUCCESS) {
+        return map_error(pull, device, index, result, err);
+    }
+    mapping->address = (const char *)address;
+    memcpy(mapping->handle, alloc->handle, sizeof(mapping->handle));
+    mapping->base_id = alloc->base_id;
+    mapping->size = alloc->size;
+    status =
+        arl_cuda_pointer_query(device->api, mapping->address, "the mapped allocation", &info, err);
+    if (status == ARL_OK && (info.base > (uintptr_t)address ||
+                             info.size - ((uintptr_t)address - info.base) < alloc->size)) {
+        status = arl_error_set(err, ARL_ERR_SYNC, PULL,
+                               "allocation %u is %zu bytes long, the offer says %llu", index,
+                               info.size, (unsigned long long)alloc->size);
+    }
+    return status;
+}
+
+/* What an earlier pull kept and this offer still has, told apart by the handle itself: memory
+ * that was freed and allocated again has another one. */
+static mapping_t *
+find_kept(cuda_import_t *kept, uint32_t index, const arl_offer_alloc_t *alloc)
+{
+    for (uint32_t i = 0; i < kept->count; i++) { /* unchanged offers find it at once */
+        mapping_t *mapping = &kept->mappings[(index + i) % kept->count];
+
+        if (mapping->address != NULL && mapping->base_id == alloc->base_id &&
+            mapping->size == alloc->size &&
+            memcmp(mapping->handle, alloc->handle, sizeof(mapping->handle)) == 0) {
+            return mapping;
+        }
+    }
+    return NULL;
+}
+
+static arl_status_t
+map_all(const arl_pull_t *pull, cuda_import_t *import, cuda_import_t *kept, arl_error_t *err)
+{
+    const arl_cuda_device_t *device = &import->engine->device;
+    arl_status_t status = arl_cuda_device_push(device, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    for (uint32_t i = 0; i < import->count && status == ARL_OK; i++) {
+        mapping_t *mapping = &import->mappings[i];
+        mapping_t *old = kept == NULL ? NULL : find_kept(kept, i, &pull->offer->allocs[i]);
+
+        if (old != NULL) {
+            *mapping = *old;
+            old->address = NULL;
+        }
+        else {
+            status = map(pull, device, i, mapping, err);
+        }
+        import->addresses[i] = mapping->address;
+        import->base.mappings += mapping->address != NULL;
+    }
+    arl_cuda_device_pop(device);
+    return status;
+}
+
+static cuda_import_t *
+import_new(const arl_pull_t *pull, arl_error_t *err)
+{
+    const size_t count = (size_t)pull->offer->alloc_count + 1;
+    cuda_import_t *import = calloc(1, sizeof(*import));
+
+    if (import != NULL) {
+        import->mappings = calloc(count, sizeof(*import->mappings));
+        import->addresses = calloc(count, sizeof(*import->addresses));
+    }
+    if (import == NULL || import->mappings == NULL || import->addresses == NULL) {
+        if (import != NULL) {
+            free(import->mappings);
+            free(import->addresses);
+        }
+        free(import);
+        (void)arl_error_set(err, ARL_ERR_NOMEM, PULL, "out of memory for %u allocations",
+                            pull->offer->alloc_count);
+        return NULL;
+    }
+    import->base.transport = &arl_transport_cuda_ipc;
+    import->sender = pull->offer->sender;
+    return import;
+}
+
+/* Takes over the engine, and with it the tables, when the device is still the same. */
+static arl_status_t
+take_engine(cuda_import_t *import, cuda_import_t *kept, int ordinal, arl_error_t *err)
+{
+    if (kept == NULL || kept->engine->device.ordinal != ordinal) {
+        return arl_cuda_engine_acquire(ordinal, &import->engine, err);
+    }
+    import->engine = kept->engine;
+    import->plan = kept->plan;
+    import->plan_serial = kept->plan_serial;
+    kept->plan = NULL;
+    return ARL_OK;
+}
+
+static arl_status_t
+find_ordinal(const arl_pull_t *pull, int *ordinal_p, arl_error_t *err)
+{
+    arl_cuda_device_t device;
+    arl_status_t status = ARL_OK;
+
+    *ordinal_p = -1;
+    if (!pull->views) {
+        status = find_destination(pull, ordinal_p, err);
+    }
+    if (status == ARL_OK && *ordinal_p < 0) { /* nothing is written: be where the sender is */
+        status = arl_cuda_device_open_uuid(pull->offer->unit.uuid, &device, err);
+        if (status == ARL_OK) {
+            *ordinal_p = device.ordinal;
+            arl_cuda_device_close(&device);
+        }
+    }
+    return status;
+}
+
+static arl_status_t
+prepare(const arl_pull_t *pull, cuda_import_t *import, arl_error_t *err)
+{
+    arl_status_t status;
+
+    if (import->plan != NULL && import->plan_serial == pull->plan->serial) {
+        return ARL_OK;
+    }
+    arl_cuda_plan_free(import->plan);
+    import->plan = NULL;
+    status = arl_cuda_plan_create(import->engine, pull->plan->copies, pull->plan->count,
+                                  pull->offer->alloc_count, pull->deadline, &import->plan, err);
+    if (status == ARL_OK) {
+        import->plan_serial = pull->plan->serial;
+        import->base.extra_bytes = (int64_t)arl_cuda_plan_table_bytes(import->plan);
+    }
+    return status;
+}
+
+static arl_status_t
+cuda_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err)
+{
+    cuda_import_t *kept = (cuda_import_t *)*import_io, *import;
+    int ordinal;
+    arl_status_t status = find_ordinal(pull, &ordinal, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    import = import_new(pull, err);
+    if (import == NULL) {
+        return ARL_ERR_NOMEM;
+    }
+    ARL_CHECK_GOTO(status, take_engine(import, kept, ordinal, err), free_import);
+    import->base.device_type = ARL_DEVICE_CUDA;
+    import->base.device_index = import->engine->device.ordinal;
+    ARL_CHECK_GOTO(status, check_units(pull, &import->engine->device, err), free_import);
+    if (pull->local != NULL) {
+        import->local = arl_export_hold(pull->local);
+        import->base.bases = pull->local->bases;
+    }
+    else {
+        import->count = pull->offer->alloc_count;
+        import->base.bases = import->addresses;
+        ARL_CHECK_GOTO(status, map_all(pull, import, kept, err), free_import);
+    }
+    if (!pull->views) { /* now, so that a device without memory for the tables tears nothing */
+        status = prepare(pull, import, err);
+    }
+free_import:
+    if (kept != NULL) {
+        if (kept->engine == import->engine) {
+            for (uint32_t i = 0; i < kept->count; i++) { /* what this offer has no more */
+                unmap(kept->engine, &kept->mappings[i]);
+            }
+            kept->count = 0;
+            kept->engine = NULL;
+        }
+        import_free(kept);
+    }
+    *import_io = NULL;
+    if (status != ARL_OK) {
+        import_free(import);
+        return status;
+    }
+    *import_io = &import->base;
+    return ARL_OK;
+}
+
+static bool
+sender_alive(void *context)
+{
+    return arl_control_sender_alive(context);
+}
+
+static arl_status_t
+cuda_copy(const arl_pull_t *pull, arl_import_t *base, arl_error_t *err)
+{
+    cuda_import_t *import = (cuda_import_t *)base;
+    const arl_cuda_engine_t *engine = import->engine;
+    arl_error_t reason = ARL_ERROR_INIT;
+    arl_status_t status;
+
+    /* What the caller's stream still reads of the old weights comes first. */
+    status = arl_cuda_engine_follow(engine, pull->stream, err);
+    if (status == ARL_OK) {
+        status =
+            arl_cuda_plan_run(import->plan, (const uintptr_t *)base->bases, engine->stream, err);
+    }
+    if (status != ARL_OK) {
+        return status;
+    }
+    status = arl_cuda_stream_wait(&engine->device, engine->stream, pull->deadline,
+                                  pull->control == NULL ? NULL : sender_alive, pull->control,
+                                  "copy of the weights", &reason);
+    if (status == ARL_ERR_PEER_LOST) { /* the control block says it better */
+        status = arl_control_check_sender(pull->control, err);
+    }
+    return status == ARL_OK ? ARL_OK : arl_error_copy(err, &reason);
+}
+
+static arl_status_t
+cuda_checksum(const arl_pull_t *pull, arl_import_t *base, const arl_view_t *view, uint64_t *sum_p,
+              arl_error_t *err)
+{
+    const cuda_import_t *import = (const cuda_import_t *)base;
+
+    return arl_cuda_checksum(import->engine, view, 1, pull->deadline, sum_p, err);
+}
+
+const arl_transport_t arl_transport_cuda_ipc = {
+    .id = ARL_TRANSPORT_CUDA_IPC,
+    .name = "cuda_ipc",
+    .needs_gpu = true,
+    .same_host = true,
+    .streams = false,
+    .probe = cuda_probe,
+    .accepts = cuda_accepts,
+    .offer = cuda_offer,
+    .destroy = cuda_destroy,
+    .open = cuda_open,
+    .copy = cuda_copy,
+    .checksum = cuda_checksum,
+    .close = cuda_close,
+};
