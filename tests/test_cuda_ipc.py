@@ -169,6 +169,23 @@ def test_only_what_changed_is_mapped_again(pair: Pair) -> None:
     pair.sender.run("del old")
 
 
+def test_views_are_the_senders_memory(pair: Pair) -> None:
+    """For engines that load by themselves: read-only DLPack views on the right device."""
+    pair.start()
+    seen = pair.receiver.run(
+        "found = {}\n"
+        "with receiver.views(offer) as tensors:\n"
+        "    for name, view in tensors:\n"
+        "        address = fakes.address_of(view)\n"
+        "        found[name] = (view.__dlpack_device__(), fakes.read(address, view.nbytes))\n"
+        "result = found, driver.live()['mappings']",
+        offer=pair.offer(),
+    )
+    sent = pair.sender.run("result = contents(params)")
+    assert seen == ({name: ((2, 0), data) for name, data in sent.items()}, 0)
+    pair.sender.run("sender.serve()")
+
+
 def test_verified(pair: Pair) -> None:
     pair.start(sender={"verify": "all"})
     assert pair.sync(verify="all")["verified"] == 5
@@ -231,7 +248,7 @@ def test_pull_returns_when_the_bytes_are_there(pair: Pair) -> None:
 def test_release_waits_for_a_receiver_that_reads(pair: Pair) -> None:
     pair.start(receiver={"keep_mapped": True}).sync()
     pair.receiver.run(PULL_HELD, offer=pair.offer())
-    with pytest.raises(PeerError, match="1 receivers still read this memory"):
+    with pytest.raises(PeerError, match="1 receivers still read the memory"):
         pair.sender.run("sender.release(timeout=0.1)")
     pair.receiver.run("driver.hold(False)")
     pair.receiver.run(PULL_END)

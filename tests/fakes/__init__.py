@@ -303,6 +303,18 @@ class DeviceArray:
         return capsule
 
 
+def address_of(tensor: Any) -> int:
+    """Where the bytes of anything with __dlpack__ begin."""
+    capsule = tensor.__dlpack__()
+    found = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    return int(found.data + found.byte_offset)
+
+
+def read(address: int, nbytes: int) -> bytes:
+    """Bytes of fake device memory, of this process or mapped from another."""
+    return ctypes.string_at(address, nbytes)
+
+
 def device_array(
     values: np.ndarray, device: int = 0, vmm: bool = False, kind: int | None = None, offset: int = 0
 ) -> DeviceArray:
