@@ -125,13 +125,14 @@ def library() -> ctypes.CDLL:
         getattr(lib, f"shim_{name}").restype = ctypes.c_char_p
     for name in ("engine_fallback", "plan_kind"):
         getattr(lib, f"shim_{name}").restype = ctypes.c_char_p
-    for name in ("engine_open", "engine_stream", "plan_create"):
+    for name in ("engine_open", "engine_stream", "plan_create", "stream_new"):
         getattr(lib, f"shim_{name}").restype = ctypes.c_void_p
     lib.shim_plan_table_bytes.restype = ctypes.c_size_t
     lib.shim_sizeof.restype = ctypes.c_size_t
     for number, struct in enumerate((Copy, View, Pointer)):
         assert lib.shim_sizeof(number) == ctypes.sizeof(struct), f"{struct.__doc__} has changed"
-    lib.shim_shape.restype = ctypes.c_int64
+    for name in ("shape", "stream_chunks", "stream_fill", "stream_pack", "stream_unpack"):
+        getattr(lib, f"shim_{name}").restype = ctypes.c_int64
     return lib
 
 
@@ -286,6 +287,64 @@ class Engine:
             self.handle = ctypes.c_void_p()
 
     def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Stream:
+    """arl_stream_t, of an offer with these tensors: (dtype number, shape, alias_of)."""
+
+    def __init__(self, tensors: Sequence[tuple[int, Sequence[int], int]], chunk_bytes: int) -> None:
+        count = len(tensors)
+        shapes = (ctypes.c_int64 * (DIMS * max(count, 1)))()
+        for i, (_, shape, _) in enumerate(tensors):
+            shapes[i * DIMS : i * DIMS + len(shape)] = shape
+        self.handle = _handle(
+            library().shim_stream_new(
+                ctypes.c_int64(count),
+                (ctypes.c_int * max(count, 1))(*(dtype for dtype, _, _ in tensors)),
+                (ctypes.c_int * max(count, 1))(*(len(shape) for _, shape, _ in tensors)),
+                shapes,
+                (ctypes.c_uint32 * max(count, 1))(*(alias for _, _, alias in tensors)),
+                ctypes.c_int64(chunk_bytes),
+            )
+        )
+
+    @property
+    def chunks(self) -> int:
+        return int(library().shim_stream_chunks(self.handle))
+
+    def fill(self, chunk: int) -> int:
+        return int(library().shim_stream_fill(self.handle, ctypes.c_int64(chunk)))
+
+    def pack(self, chunk: int, views: Sequence[View], base: int) -> int:
+        array = (View * max(len(views), 1))(*views)
+        done = library().shim_stream_pack(
+            self.handle, ctypes.c_int64(chunk), array, ctypes.c_void_p(base)
+        )
+        check(min(done, 0))
+        return int(done)
+
+    def unpack(self, chunk: int, copies: Sequence[Copy], base: int) -> int:
+        array = (Copy * max(len(copies), 1))(*copies)
+        done = library().shim_stream_unpack(
+            self.handle,
+            ctypes.c_int64(chunk),
+            array,
+            ctypes.c_int64(len(copies)),
+            ctypes.c_void_p(base),
+        )
+        check(min(done, 0))
+        return int(done)
+
+    def close(self) -> None:
+        if self.handle:
+            library().shim_stream_free(self.handle)
+            self.handle = ctypes.c_void_p()
+
+    def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -4,6 +4,7 @@
  * __init__.py together with csrc/core and csrc/transport.
  */
 #include "core/arl_plan.h"
+#include "core/arl_stream.h"
 #include "transport/cuda_copy.h"
 #include "transport/nccl_api.h"
 
@@ -41,6 +42,17 @@ EXPORT size_t shim_plan_table_bytes(const arl_cuda_plan_t *plan);
 EXPORT void shim_plan_free(arl_cuda_plan_t *plan);
 EXPORT int shim_checksum(const arl_cuda_engine_t *engine, const arl_view_t *views, int64_t count,
                          double seconds, uint64_t *sums);
+
+EXPORT arl_stream_t *shim_stream_new(int64_t count, const int *dtypes, const int *ndims,
+                                     const int64_t *shapes, const uint32_t *alias_of,
+                                     int64_t chunk_bytes);
+EXPORT void shim_stream_free(arl_stream_t *stream);
+EXPORT int64_t shim_stream_chunks(const arl_stream_t *stream);
+EXPORT int64_t shim_stream_fill(const arl_stream_t *stream, int64_t chunk);
+EXPORT int64_t shim_stream_pack(const arl_stream_t *stream, int64_t chunk, const arl_view_t *views,
+                                char *base);
+EXPORT int64_t shim_stream_unpack(const arl_stream_t *stream, int64_t chunk,
+                                  const arl_copy_t *copies, int64_t count, const char *base);
 
 static arl_error_t *
 fresh(void)
@@ -246,4 +258,92 @@ shim_checksum(const arl_cuda_engine_t *engine, const arl_view_t *views, int64_t 
 
     arl_deadline_start(&deadline, seconds);
     return arl_cuda_checksum(engine, views, count, &deadline, sums, fresh());
+}
+
+/* ---- streams -------------------------------------------------------------------------------- */
+
+arl_stream_t *
+shim_stream_new(int64_t count, const int *dtypes, const int *ndims, const int64_t *shapes,
+                const uint32_t *alias_of, int64_t chunk_bytes)
+{
+    arl_offer_t offer = {.tensor_count = (uint32_t)count};
+    arl_stream_t *stream = calloc(1, sizeof(*stream));
+    arl_status_t status;
+
+    offer.tensors = calloc((size_t)count + 1, sizeof(*offer.tensors));
+    for (int64_t i = 0; i < count; i++) {
+        offer.tensors[i].dtype = (arl_dtype_t)dtypes[i];
+        offer.tensors[i].ndim = ndims[i];
+        offer.tensors[i].alias_of = alias_of[i];
+        memcpy(offer.tensors[i].shape, shapes + i * ARL_VIEW_DIMS_MAX,
+               sizeof(offer.tensors[i].shape));
+    }
+    status = arl_stream_init(&offer, chunk_bytes, stream, fresh());
+    free(offer.tensors);
+    if (status != ARL_OK) {
+        free(stream);
+        return NULL;
+    }
+    return stream;
+}
+
+void
+shim_stream_free(arl_stream_t *stream)
+{
+    arl_stream_free(stream);
+    arl_stream_free(stream); /* twice, as its header allows */
+    free(stream);
+}
+
+int64_t
+shim_stream_chunks(const arl_stream_t *stream)
+{
+    return stream->chunk_count;
+}
+
+int64_t
+shim_stream_fill(const arl_stream_t *stream, int64_t chunk)
+{
+    return stream->fill[chunk];
+}
+
+/* Fills one chunk at `base`; returns the number of copies, or a status. */
+int64_t
+shim_stream_pack(const arl_stream_t *stream, int64_t chunk, const arl_view_t *views, char *base)
+{
+    int64_t copies = 0;
+
+    for (int64_t i = stream->first_piece[chunk]; i < stream->first_piece[chunk + 1]; i++) {
+        const arl_stream_piece_t *piece = &stream->pieces[i];
+        const arl_view_t *view = &views[piece->tensor];
+        arl_copy_list_t list = {0};
+        arl_status_t status = arl_stream_pack(piece, view, 0, base, &list, fresh());
+
+        for (int64_t j = 0; j < list.count; j++) {
+            arl_copy_run_host(&list.items[j], view->data);
+        }
+        copies += list.count;
+        arl_copy_list_free(&list);
+        if (status != ARL_OK) {
+            return status;
+        }
+    }
+    return copies;
+}
+
+/* Takes one chunk apart; returns the number of copies, or a status. */
+int64_t
+shim_stream_unpack(const arl_stream_t *stream, int64_t chunk, const arl_copy_t *copies,
+                   int64_t count, const char *base)
+{
+    arl_plan_t plan = {.copies = (arl_copy_t *)(uintptr_t)copies, .count = count};
+    arl_copy_list_t list = {0};
+    arl_status_t status = arl_stream_unpack(stream, &plan, chunk, &list, fresh());
+    int64_t cut = list.count;
+
+    for (int64_t j = 0; j < list.count; j++) {
+        arl_copy_run_host(&list.items[j], base);
+    }
+    arl_copy_list_free(&list);
+    return status == ARL_OK ? cut : status;
 }
