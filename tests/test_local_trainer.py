@@ -557,8 +557,12 @@ def test_export_for_transformers(tmp_path: Path) -> None:
 def test_describe_counts_flops() -> None:
     facts = new_trainer().describe()
     # 2 layers: q 32x32, k and v 32x16, o 32x32, three 32x64 matrices; the tied head 20x32.
-    matrices = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 20 * 32
-    assert facts["flops_per_token"] == 2 * matrices
+    body = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert facts["forward_flops"] == {
+        "body": 2 * body,
+        "head": 2 * 20 * 32,
+        "attention": 4 * 2 * 32,
+    }
     assert facts["tensors"] == 24 and facts["global_step"] == 0
     assert new_trainer().measure_peak_flops(0.0)["flops"] > 0
 

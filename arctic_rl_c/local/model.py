@@ -82,6 +82,7 @@ def load_tokenizer(options: ModelOptions) -> Any:
     """The tokenizer that belongs to a model."""
     if options.path is None:
         return build_tokenizer()
+    _check_directory(options.path)
     return AutoTokenizer.from_pretrained(
         options.path, local_files_only=True, trust_remote_code=options.trust_remote_code
     )
@@ -111,11 +112,8 @@ def build_model(options: ModelOptions, *, seed: int | None = None) -> Any:
         ValueError: Unknown shape or dtype, or a path that is not a model directory.
     """
     device, dtype = torch.device(options.device), resolve_dtype(options)
-    if options.path is not None and not (Path(options.path) / "config.json").is_file():
-        raise ValueError(
-            f"model path {options.path!r} holds no config.json: give a local model directory "
-            f"(nothing is downloaded) or one of the shapes {', '.join(SHAPES)}"
-        )
+    if options.path is not None:
+        _check_directory(options.path)
     if options.path is not None and seed is None:
         model: Any = AutoModelForCausalLM.from_pretrained(
             options.path,
@@ -134,6 +132,15 @@ def build_model(options: ModelOptions, *, seed: int | None = None) -> Any:
             model_config(options), dtype=dtype, attn_implementation=options.attn_implementation
         )
     return _finish(model)
+
+
+def _check_directory(path: str) -> None:
+    """Before transformers takes a path that is not there for a name to download."""
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(
+            f"model path {path!r} holds no config.json: give a local model directory (nothing "
+            f"is downloaded) or one of the shapes {', '.join(SHAPES)}"
+        )
 
 
 def model_config(options: ModelOptions) -> Any:
@@ -222,21 +229,20 @@ def describe_model(model: Any) -> dict[str, Any]:
     }
 
 
-def forward_flops_per_token(model: Any, context: float) -> float:
-    """Floating-point operations of one token's forward pass.
+def forward_flops(model: Any) -> dict[str, float]:
+    """Floating-point operations of a forward pass, by what they grow with.
 
-    Two for each weight of a matrix (norms and the embedding look-up cost nothing worth
-    counting; a tied head is counted once, as a matrix), and four for each attention
-    channel and position of the context.
+    Returns:
+        `body`: of one token in the layers, two for each weight of a matrix; `head`: of one
+        token whose logits are wanted; `attention`: of one token for each position it sees,
+        four for each channel. Norms and the embedding look-up are left out.
     """
     config = model.config
-    matrices: int = sum(
-        t.numel() for name, t in named_weights(model) if t.dim() == 2 and "embed" not in name
-    )
-    if getattr(config, "tie_word_embeddings", False):
-        matrices += config.vocab_size * config.hidden_size
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
     )
-    channels: int = config.num_hidden_layers * config.num_attention_heads * head_dim
-    return 2.0 * matrices + 4.0 * channels * context
+    head = model.get_output_embeddings().weight
+    outside = {id(head), id(model.get_input_embeddings().weight)}
+    body = sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in outside)
+    channels = config.num_hidden_layers * config.num_attention_heads * head_dim
+    return {"body": 2.0 * body, "head": 2.0 * head.numel(), "attention": 4.0 * channels}

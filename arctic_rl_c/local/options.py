@@ -181,7 +181,9 @@ def _trainer_options(
         weight_decay=float(optim.get("weight_decay", 0.01)),
         betas=(float(beta1), float(beta2)),
         gradient_clipping=float(clip) if clip is not None and float(clip) > 0 else None,
-        scheduler=_scheduler(optim, actor, data, trainer, lr),
+        scheduler=_scheduler(
+            optim, actor, data, trainer, lr, str(backend.get("generation", "final"))
+        ),
         checkpoint_path=trainer.get("default_local_dir"),
         reference=int(backend.get("log_prob_gpus", 1) or 0) > 0,
         # Recomputing costs a third more time and pays only where memory is short.
@@ -196,6 +198,7 @@ def _scheduler(
     data: Mapping[str, Any],
     trainer: Mapping[str, Any],
     lr: float,
+    generation: str,
 ) -> dict[str, Any] | None:
     steps = optim.get("total_training_steps") or 0
     steps = int(steps) if int(steps) > 0 else int(trainer.get("total_training_steps") or 0)
@@ -209,9 +212,11 @@ def _scheduler(
                 "trainer.total_training_steps"
             )
         return None
-    mini = int(actor.get("ppo_mini_batch_size", 256))
-    minibatches = max(1, int(data.get("train_batch_size", mini)) // mini)
-    horizon = steps * int(actor.get("ppo_epochs", 1)) * minibatches
+    horizon = steps
+    if generation != "seed":  # whose client takes one optimizer step for each batch
+        mini = int(actor.get("ppo_mini_batch_size", 256))
+        minibatches = max(1, int(data.get("train_batch_size", mini)) // mini)
+        horizon *= int(actor.get("ppo_epochs", 1)) * minibatches
     warmup = round(ratio * horizon)
     if cosine:
         return {

@@ -27,7 +27,7 @@ from arctic_rl_c.local.loss import (
 from arctic_rl_c.local.model import (
     build_model,
     describe_model,
-    forward_flops_per_token,
+    forward_flops,
     load_tokenizer,
     weights_digest,
 )
@@ -446,11 +446,11 @@ class Trainer:
     # -- reports -----------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """Facts about the model, with the cost of a token's forward pass in `flops_per_token`."""
+        """Facts about the model, with the cost of a forward pass in `forward_flops`."""
         return {
             **describe_model(self._model),
             "global_step": self._global_step,
-            "flops_per_token": forward_flops_per_token(self._model, 0.0),
+            "forward_flops": forward_flops(self._model),
             "threads": torch.get_num_threads(),
         }
 

@@ -32,11 +32,15 @@ class LocalTransport(EmbeddedServer):
     accepts_token_ids = True
     accepts_routing_key = True
     accepts_strict = True
+    #: Every option of the contract that a server may ignore has its effect here.
+    server_limits = False
 
     def __init__(self, options: LocalOptions | Mapping[str, Any]) -> None:
         if not isinstance(options, LocalOptions):
             options = LocalOptions.from_config(options)
         self.options = options
+        #: Whether log-probs of the reference model can be asked for.
+        self.serves_reference = options.trainer.reference
         self._owner = os.getpid()
         self._roles = (
             RoleProcess(

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m arctic_rl_c`: the main job, and what this machine has."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import arctic_rl_c
+
+_PACKAGES = (
+    "numpy",
+    "torch",
+    "transformers",
+    "omegaconf",
+    "ray",
+    "aiohttp",
+    "verl",
+    "vllm",
+    "arctic-platform",
+    "tqdm",
+    "matplotlib",
+)
+_INTERRUPTED = 130  # what a shell gives for SIGINT
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m arctic_rl_c", description=arctic_rl_c.__doc__)
+    parser.add_argument("--version", action="version", version=arctic_rl_c.__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="what was found on this machine")
+    doctor.set_defaults(run=_doctor)
+    smoke = commands.add_parser(
+        "smoke",
+        help="GRPO steps end to end on this machine",
+        description="Train and sample a small model in two processes for some GRPO steps. Exit "
+        "status 0 only if all steps ran, all numbers are finite and the sampler's weights "
+        "equalled the trainer's after every sync.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    smoke.set_defaults(run=_smoke)
+    add = smoke.add_argument
+    add("--steps", type=_positive, default=4, help="GRPO steps")
+    add("--model", metavar="PATH", help="a local Hugging Face model; default: a random --shape")
+    add("--shape", default="tiny", help="shape of the random model: micro, tiny or qwen3-0.6b")
+    add("--generation", choices=("flat", "nested"), default="nested", help="form of the config")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N")
+    add(
+        "--transport",
+        choices=("auto", "host_shm", "cuda_ipc", "ring", "nccl"),
+        default="auto",
+        help="how weights go from trainer to sampler",
+    )
+    add("--seed", type=int, default=0, help="of weights, problems and samples")
+    add("--prompts", type=_positive, default=128, help="problems a step")
+    add("--samples", type=_positive, default=16, help="responses of each problem")
+    add("--lr", type=float, help="learning rate; default: 4e-3 for the small shapes, else 1e-5")
+    add("--largest", type=_positive, default=4, help="largest number in a sum")
+    add("--response-length", type=_positive, default=4, help="most tokens of a response")
+    add("--json", metavar="PATH", help="write all numbers of the run")
+    add("--plot", metavar="PATH", help="draw the score (needs matplotlib)")
+    add("--traceback", action="store_true", help="show where an error came from")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except ImportError as error:
+        print(
+            f"error: {error}\n{options.command} needs more than the core package: "
+            "pip install 'arctic_rl_c[local]'",
+            file=sys.stderr,
+        )
+        return 1
+    except Exception as error:
+        if getattr(options, "traceback", False):
+            traceback.print_exc()
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, found {number}")
+    return number
+
+
+def _smoke(options: argparse.Namespace) -> int:
+    from arctic_rl_c.local.smoke import SmokeOptions, run_smoke
+
+    values = vars(options)
+    run_smoke(SmokeOptions(**{name: values[name] for name in SmokeOptions.__dataclass_fields__}))
+    return 0
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    print(f"arctic_rl_c  {arctic_rl_c.__version__}  {arctic_rl_c.__file__}")
+    print(f"python       {platform.python_version()}  {sys.executable}")
+    print(f"system       {platform.platform()}")
+    for name in _PACKAGES:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        print(f"{name:<12} {version}")
+    show_config: Any = getattr(arctic_rl_c, "show_config", None)
+    if show_config is not None:
+        print()
+        shown = show_config()
+        if shown is not None:
+            print(shown)
+    return 0
