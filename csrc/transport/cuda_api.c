@@ -76,8 +76,7 @@ static const arl_library_t library = {
     .sonames = (const char *const[]){"libcuda.so.1", NULL},
     .wheel_folders = no_folders, /* the driver comes with the GPU's host, never as a wheel */
     .system_folders = (const char *const[]){"/usr/lib/wsl/lib", "/usr/local/nvidia/lib64",
-                                            "/run/opengl-driver/lib", "/usr/lib/x86_64-linux-gnu",
-                                            "/usr/lib/aarch64-linux-gnu", "/usr/lib64", NULL},
+                                            "/run/opengl-driver/lib", NULL},
     .override_env = "ARCTIC_RL_C_CUDA_DRIVER",
     .install_hint =
         "Install an NVIDIA driver of branch 525 or later on the host; in a container, start it "

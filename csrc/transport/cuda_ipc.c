@@ -22,9 +22,13 @@ static const char PULL[] = "pull";
 static arl_status_t
 cuda_probe(arl_error_t *err)
 {
+    arl_error_t reason = ARL_ERROR_INIT;
     const arl_cuda_api_t *api;
 
-    return arl_cuda_load(&api, err);
+    if (arl_cuda_load(&api, &reason) == ARL_OK) {
+        return ARL_OK;
+    }
+    return arl_error_set(err, reason.code, "probe", "the transport cuda_ipc: %s", reason.text);
 }
 
 /* ---- sender --------------------------------------------------------------------------------- */
