@@ -2,6 +2,7 @@
 #include "core/arl_threads.h"
 
 #include <limits.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -10,6 +11,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+_Static_assert(sizeof(atomic_uint) == 4, "what the kernel's futex calls expect");
 
 enum {
     PIECE_BYTES = 1 << 20, /* least work worth one more thread, and the least piece */
@@ -19,26 +24,27 @@ enum {
 };
 
 /*
- * One job at a time. `mutex` guards everything but `next`, which hands out pieces. A job's
- * record lives here until every thread that joined it has left (`active` is 0), so a worker
- * that wakes late finds `generation` unchanged and sleeps on.
+ * One job at a time. Workers sleep on `generation`, which one system call wakes as many of as a
+ * job is worth; there is no lock that the woken would then queue for. Whoever wakes in time
+ * joins the job through `state` and takes pieces until there are none; the caller closes it then,
+ * and waits for those inside. One that wakes late finds it closed, or a newer one open, and never
+ * touches a job that is over.
  */
 typedef struct pool {
-    pthread_mutex_t mutex;
-    pthread_cond_t work; /* a new generation, or `stop` */
-    pthread_cond_t done; /* active reached 0 */
-    uint64_t generation;
-    int wanted; /* workers that may still join this generation */
-    int active; /* workers inside it */
-    bool stop;
+    atomic_uint generation; /* futex: one more for each job, and at the end */
+    atomic_uint state;      /* futex: JOB_OPEN, plus JOB_MEMBER for each worker inside */
+    atomic_bool stop;
     int workers;
     pthread_t *threads;
+    /* The job; written while the state is 0, read by members. */
     arl_task_fn task;
     void *context;
     int64_t count;
     int64_t grain;
-    atomic_int_fast64_t next;
+    atomic_int_fast64_t next; /* first row that nobody has taken */
 } pool_t;
+
+enum { JOB_OPEN = 1, JOB_MEMBER = 2 };
 
 /* `gate` serialises creation and use; a caller that finds it taken works alone. */
 static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
@@ -199,6 +205,18 @@ arl_threads_count(void)
 /* ---- the pool ------------------------------------------------------------------------------ */
 
 static void
+futex_wait(atomic_uint *word, unsigned value)
+{
+    (void)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
+
+static void
+futex_wake(atomic_uint *word, int count)
+{
+    (void)syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
+}
+
+static void
 pool_take_pieces(pool_t *self)
 {
     for (;;) {
@@ -212,33 +230,50 @@ pool_take_pieces(pool_t *self)
     }
 }
 
+static bool
+pool_join(pool_t *self)
+{
+    unsigned state = atomic_load_explicit(&self->state, memory_order_relaxed);
+
+    while ((state & JOB_OPEN) != 0) {
+        if (atomic_compare_exchange_weak_explicit(&self->state, &state, state + JOB_MEMBER,
+                                                  memory_order_acquire, memory_order_relaxed)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static void
+pool_leave(pool_t *self)
+{
+    if (atomic_fetch_sub_explicit(&self->state, JOB_MEMBER, memory_order_release) == JOB_MEMBER) {
+        futex_wake(&self->state, 1); /* closed, and the last one: the caller waits */
+    }
+}
+
 static void *
 pool_worker(void *argument)
 {
     pool_t *self = argument;
-    uint64_t seen = 0;
+    unsigned seen = 0;
 
-    (void)pthread_mutex_lock(&self->mutex);
     for (;;) {
-        while (!self->stop && (self->generation == seen || self->wanted == 0)) {
-            seen = self->generation; /* a job that has all its workers is not for us */
-            (void)pthread_cond_wait(&self->work, &self->mutex);
+        const unsigned generation = atomic_load_explicit(&self->generation, memory_order_acquire);
+
+        if (atomic_load_explicit(&self->stop, memory_order_relaxed)) {
+            return NULL;
         }
-        if (self->stop) {
-            break;
+        if (generation == seen) {
+            futex_wait(&self->generation, seen);
+            continue;
         }
-        seen = self->generation;
-        self->wanted--;
-        self->active++;
-        (void)pthread_mutex_unlock(&self->mutex);
-        pool_take_pieces(self);
-        (void)pthread_mutex_lock(&self->mutex);
-        if (--self->active == 0) {
-            (void)pthread_cond_signal(&self->done);
+        seen = generation;
+        if (pool_join(self)) {
+            pool_take_pieces(self);
+            pool_leave(self);
         }
     }
-    (void)pthread_mutex_unlock(&self->mutex);
-    return NULL;
 }
 
 /* Workers take no signals: those belong to the interpreter's threads. */
@@ -268,16 +303,10 @@ pool_new(int workers)
         free(self);
         return NULL;
     }
-    (void)pthread_mutex_init(&self->mutex, NULL);
-    (void)pthread_cond_init(&self->work, NULL);
-    (void)pthread_cond_init(&self->done, NULL);
     while (self->workers < workers && pool_start_worker(self, &self->threads[self->workers]) == 0) {
         self->workers++;
     }
     if (self->workers == 0) {
-        (void)pthread_cond_destroy(&self->done);
-        (void)pthread_cond_destroy(&self->work);
-        (void)pthread_mutex_destroy(&self->mutex);
         free(self->threads);
         free(self);
         return NULL;
@@ -286,8 +315,8 @@ pool_new(int workers)
 }
 
 /*
- * The child has the parent's memory but none of its threads. The old pool's locks may be held
- * by threads that do not exist, so the record is abandoned, not destroyed: a few hundred bytes.
+ * The child has the parent's memory but none of its threads. The gate may be held by one that does
+ * not exist, and so may be a job's membership, so the old record is abandoned: a hundred bytes.
  */
 static void
 forget_pool_in_child(void)
@@ -309,10 +338,9 @@ stop_pool_at_exit(void)
     }
     pool_refused = true;
     if (pool != NULL) {
-        (void)pthread_mutex_lock(&pool->mutex);
-        pool->stop = true;
-        (void)pthread_cond_broadcast(&pool->work);
-        (void)pthread_mutex_unlock(&pool->mutex);
+        atomic_store_explicit(&pool->stop, true, memory_order_relaxed);
+        (void)atomic_fetch_add_explicit(&pool->generation, 1, memory_order_release);
+        futex_wake(&pool->generation, INT_MAX);
         for (int i = 0; i < pool->workers; i++) {
             (void)pthread_join(pool->threads[i], NULL);
         }
@@ -339,33 +367,30 @@ pool_get_locked(int threads)
         }
         hooks_registered = true;
     }
-    pool =
-        pool_new(threads - 1); /* NULL: too little of something just now; asked again next time */
+    pool = pool_new(threads - 1); /* NULL when too little of something is left just now */
     return pool;
 }
 
 static void
 pool_run(pool_t *self, int threads, int64_t pieces, int64_t count, arl_task_fn task, void *context)
 {
-    (void)pthread_mutex_lock(&self->mutex);
+    unsigned state;
+
     self->task = task;
     self->context = context;
     self->count = count;
     self->grain = count / pieces + (count % pieces != 0);
     atomic_store_explicit(&self->next, 0, memory_order_relaxed);
-    self->wanted = threads - 1 < self->workers ? threads - 1 : self->workers;
-    self->generation++;
-    for (int i = 0; i < self->wanted; i++) {
-        (void)pthread_cond_signal(&self->work);
-    }
-    (void)pthread_mutex_unlock(&self->mutex);
+    atomic_store_explicit(&self->state, JOB_OPEN, memory_order_release);
+    (void)atomic_fetch_add_explicit(&self->generation, 1, memory_order_release);
+    futex_wake(&self->generation, threads - 1);
     pool_take_pieces(self);
-    (void)pthread_mutex_lock(&self->mutex);
-    self->wanted = 0; /* all pieces are taken: one that wakes only now has nothing to do */
-    while (self->active > 0) {
-        (void)pthread_cond_wait(&self->done, &self->mutex);
+    state = atomic_fetch_and_explicit(&self->state, ~(unsigned)JOB_OPEN, memory_order_acquire) &
+            ~(unsigned)JOB_OPEN;
+    while (state != 0) {
+        futex_wait(&self->state, state);
+        state = atomic_load_explicit(&self->state, memory_order_acquire);
     }
-    (void)pthread_mutex_unlock(&self->mutex);
 }
 
 void
