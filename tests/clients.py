@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import arctic_rl_c
 import golden
 
+HERE = Path(__file__).parent
 PAD = golden.PAD_TOKEN_ID
 
 

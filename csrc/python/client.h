@@ -45,18 +45,36 @@ typedef struct arl_client {
 #undef ARL_CLIENT_FIELD
 } arl_client_t;
 
-/* ClosedError (or RuntimeError before __init__) unless `operation` may begin. */
+/* RuntimeError before __init__; _open adds ClosedError after destroy(). */
+int arl_client_check_ready(const arl_client_t *client, const char *operation);
 int arl_client_check_open(const arl_client_t *client, const char *operation);
 
-/* Methods that live in files of their own. */
-PyObject *arl_client_compute_log_prob(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                                      PyObject *kwnames);
-PyObject *arl_client_update_actor(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                                  PyObject *kwnames);
-PyObject *arl_client_generate(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                              PyObject *kwnames);
-extern const char arl_client_compute_log_prob_doc[];
-extern const char arl_client_update_actor_doc[];
-extern const char arl_client_generate_doc[];
+/* Methods, in client_train.c, client_generate.c and client_calls.c. */
+#define ARL_CLIENT_METHODS(X)                                                                      \
+    X(compute_log_prob)                                                                            \
+    X(update_actor)                                                                                \
+    X(log_probs_to_nested)                                                                         \
+    X(generate)                                                                                    \
+    X(sync_weights)                                                                                \
+    X(save_checkpoint)                                                                             \
+    X(load_checkpoint)                                                                             \
+    X(wake_up_inference)                                                                           \
+    X(sleep_inference)
+#define ARL_CLIENT_METHODS_NOARGS(X)                                                               \
+    X(reset_prefix_cache)                                                                          \
+    X(reconnect_handle)                                                                            \
+    X(destroy)
+
+#define ARL_CLIENT_DECLARE(name)                                                                   \
+    PyObject *arl_client_##name(PyObject *self, PyObject *const *args, Py_ssize_t nargs,           \
+                                PyObject *kwnames);                                                \
+    extern const char arl_client_##name##_doc[];
+ARL_CLIENT_METHODS(ARL_CLIENT_DECLARE)
+#undef ARL_CLIENT_DECLARE
+#define ARL_CLIENT_DECLARE(name)                                                                   \
+    PyObject *arl_client_##name(PyObject *self, PyObject *ignored);                                \
+    extern const char arl_client_##name##_doc[];
+ARL_CLIENT_METHODS_NOARGS(ARL_CLIENT_DECLARE)
+#undef ARL_CLIENT_DECLARE
 
 #endif

@@ -9,8 +9,7 @@
 
 static const char *const operation = "generate";
 
-/* ---- token ids
- * ----------------------------------------------------------------------------------- */
+/* ---- token ids ------------------------------------------------------------------------------- */
 
 /* A token id, as it will be sent: ints untouched, NumPy integers as int. */
 static PyObject *
@@ -128,8 +127,7 @@ decode(arl_client_t *client, PyObject *ids)
     return text;
 }
 
-/* ---- one prompt
- * ----------------------------------------------------------------------------------- */
+/* ---- one prompt ------------------------------------------------------------------------------ */
 
 static PyObject *
 prompt_from_text(const arl_client_t *client, PyObject *text, Py_ssize_t prompt)
@@ -173,11 +171,14 @@ is_batch(PyObject *prompts)
     }
     /* borrowed from prompts, only looked at */
     first = PyList_Check(prompts) ? PyList_GET_ITEM(prompts, 0) : PyTuple_GET_ITEM(prompts, 0);
-    if (PyUnicode_Check(first) || PyList_Check(first) || PyTuple_Check(first)) {
-        return true;
+    if (PyLong_Check(first)) {
+        return false;
     }
-    /* Arrays and tensors of one dimension are prompts; what has none is a number. */
-    return !PyLong_Check(first) && !PyIndex_Check(first) && PySequence_Check(first);
+    if (PyObject_Size(first) < 0) { /* a number of some other kind, or a tensor without axes */
+        PyErr_Clear();
+        return false;
+    }
+    return true;
 }
 
 static PyObject *
@@ -205,8 +206,7 @@ prompts_convert(arl_client_t *client, PyObject *prompts)
     return list;
 }
 
-/* ---- sampling parameters, routing
- * ------------------------------------------------------------------ */
+/* ---- sampling parameters, routing ------------------------------------------------------------ */
 
 /* The recorded defaults, under what is given. */
 static PyObject *

@@ -31,8 +31,7 @@ request_new(arl_client_t *client, const char *operation)
                                    .warned = &client->warned};
 }
 
-/* ---- compute_log_prob
- * ---------------------------------------------------------------------------- */
+/* ---- compute_log_prob ------------------------------------------------------------------------ */
 
 const char arl_client_compute_log_prob_doc[] =
     "compute_log_prob($self, data, *, pad_token_id, ref=False, calculate_entropy=False,\n"
@@ -98,8 +97,7 @@ arl_client_compute_log_prob(PyObject *self, PyObject *const *args, Py_ssize_t na
     return (PyObject *)op;
 }
 
-/* ---- update_actor
- * -------------------------------------------------------------------------------- */
+/* ---- update_actor ---------------------------------------------------------------------------- */
 
 const char arl_client_update_actor_doc[] =
     "update_actor($self, data, *, actor_config, pad_token_id, rollout_n=None, temperature=None)\n"

@@ -238,9 +238,10 @@ operation_send(PyObject *self, PyObject *value, PyObject **result_p)
 {
     arl_operation_t *op = (arl_operation_t *)self;
     const bool begins = op->status == ARL_OPERATION_NEW;
+    PyObject *sent_value = NULL;
     PySendResult sent;
 
-    *result_p = NULL;
+    *result_p = NULL; /* callers tell an error from a return by it */
     if (operation_enter(op) < 0) {
         return PYGEN_ERROR;
     }
@@ -252,16 +253,17 @@ operation_send(PyObject *self, PyObject *value, PyObject **result_p)
     if (begins) {
         return operation_proceed(op, NULL, result_p);
     }
-    sent = PyIter_Send(op->waiting, value, result_p);
-    if (sent == PYGEN_NEXT) {
-        op->status = ARL_OPERATION_SUSPENDED;
-        return PYGEN_NEXT;
-    }
+    sent = PyIter_Send(op->waiting, value, &sent_value);
     if (sent == PYGEN_ERROR) {
         return operation_fail(op);
     }
+    if (sent == PYGEN_NEXT) {
+        op->status = ARL_OPERATION_SUSPENDED;
+        *result_p = sent_value;
+        return PYGEN_NEXT;
+    }
     Py_CLEAR(op->waiting);
-    return operation_proceed(op, *result_p, result_p);
+    return operation_proceed(op, sent_value, result_p);
 }
 
 /* ---- the coroutine protocol in Python -------------------------------------------------------- */

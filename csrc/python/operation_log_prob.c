@@ -5,8 +5,7 @@
 #include "python/errors.h"
 #include "python/tensor.h"
 
-/* ---- answers, for all kinds
- * ---------------------------------------------------------------------- */
+/* ---- answers, for all kinds ------------------------------------------------------------------ */
 
 PyObject *
 arl_operation_member(arl_operation_t *op, PyObject *answer, PyObject *name, const char *method)
@@ -50,8 +49,7 @@ arl_operation_metrics(arl_operation_t *op, PyObject *answer, const char *method)
     return metrics;
 }
 
-/* ---- log-probs
- * ----------------------------------------------------------------------------------- */
+/* ---- log-probs ------------------------------------------------------------------------------- */
 
 /* One value a slot of the padded batch, or the answer is for another batch. */
 static int

@@ -2,8 +2,7 @@
 /* The batch part of a payload, and log-prob payloads. */
 #include "python/payload_rows.h"
 
-/* ---- columns
- * ------------------------------------------------------------------------------------- */
+/* ---- columns --------------------------------------------------------------------------------- */
 
 void
 arl_payload_columns_release(arl_payload_columns_t *columns)
@@ -128,8 +127,7 @@ arl_payload_add_positions(arl_state_t *state, const arl_payload_request_t *reque
                                   pad_positions(state, request, rows), NULL);
 }
 
-/* ---- the whole
- * ------------------------------------------------------------------------------------ */
+/* ---- the whole ------------------------------------------------------------------------------- */
 
 PyObject *
 arl_payload_new(arl_state_t *state, PyObject *batch, PyObject *meta, PyObject *processing)

@@ -17,8 +17,7 @@ refuse(arl_state_t *state, const arl_error_t *err)
     return -1;
 }
 
-/* ---- ranks, micro-batches, balancer
- * -------------------------------------------------------------- */
+/* ---- ranks, micro-batches, balancer ---------------------------------------------------------- */
 
 /* Rows are cut into equal shards, one a rank, and those into equal micro-batches. */
 static arl_status_t
@@ -269,8 +268,7 @@ arl_payload_check_mask(arl_state_t *state, const arl_payload_request_t *request,
         request->operation, LL(layout->rows), LL(rows->width), LL(layout->prompt_width), LL(row));
 }
 
-/* ---- loss options
- * -------------------------------------------------------------------------------- */
+/* ---- loss options ---------------------------------------------------------------------------- */
 
 /* Whether `options[name]` is there, a number, and not `constant`. */
 static bool

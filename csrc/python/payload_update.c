@@ -9,8 +9,7 @@
 #include "core/arl_rows.h"
 #include "python/errors.h"
 
-/* ---- reading
- * ------------------------------------------------------------------------------------- */
+/* ---- reading --------------------------------------------------------------------------------- */
 
 /* One update_actor on its way. Zero-initialise. */
 typedef struct update {
