@@ -31,8 +31,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Before each timed run: the threads of the run before it stop spinning and free their cores.
-PAUSE = 0.005
+# Before each timed run, so that it finds the cores free: OpenMP's threads go on spinning for
+# some ten milliseconds after their work.
+PAUSE = 0.03
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
