@@ -40,6 +40,7 @@ from arctic_rl_c._core import (
     wire_loads,
     wire_read_metadata,
 )
+from arctic_rl_c.show_config import show_config
 from arctic_rl_c.weights import Binding, weight_norm
 
 __version__ = "0.1.0"
@@ -76,6 +77,7 @@ __all__ = [
     "normalize_config",
     "pad_prompt_response",
     "shift_predict_next",
+    "show_config",
     "thread_count",
     "weight_norm",
     "wire",

@@ -4,28 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import platform
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 import arctic_rl_c
 
-_PACKAGES = (
-    "numpy",
-    "torch",
-    "transformers",
-    "omegaconf",
-    "ray",
-    "aiohttp",
-    "verl",
-    "vllm",
-    "arctic-platform",
-    "tqdm",
-    "matplotlib",
-)
 _INTERRUPTED = 130  # what a shell gives for SIGINT
 
 
@@ -107,19 +91,5 @@ def _smoke(options: argparse.Namespace) -> int:
 
 
 def _doctor(_: argparse.Namespace) -> int:
-    print(f"arctic_rl_c  {arctic_rl_c.__version__}  {arctic_rl_c.__file__}")
-    print(f"python       {platform.python_version()}  {sys.executable}")
-    print(f"system       {platform.platform()}")
-    for name in _PACKAGES:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            version = "not installed"
-        print(f"{name:<12} {version}")
-    show_config: Any = getattr(arctic_rl_c, "show_config", None)
-    if show_config is not None:
-        print()
-        shown = show_config()
-        if shown is not None:
-            print(shown)
+    arctic_rl_c.show_config()
     return 0

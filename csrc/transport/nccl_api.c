@@ -71,13 +71,15 @@ arl_status_t
 arl_nccl_load(const arl_nccl_api_t **api_p, arl_error_t *err)
 {
     loaded_t *loaded = atomic_load(&published), *first = NULL;
+    arl_error_t reason = ARL_ERROR_INIT;
     const arl_cuda_api_t *cuda;
     arl_status_t status;
 
     /* Also when the table is there: NCCL without a driver, or after a fork, must not be used. */
-    status = arl_cuda_load(&cuda, err);
+    status = arl_cuda_load(&cuda, &reason);
     if (status != ARL_OK) {
-        return status;
+        return arl_error_set(err, status, "load NCCL", "NCCL needs the CUDA driver: %s",
+                             reason.text);
     }
     if (loaded == NULL) {
         loaded = calloc(1, sizeof(*loaded));
