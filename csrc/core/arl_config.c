@@ -76,11 +76,14 @@ number_check(const arl_tree_t *tree, const arl_field_t *field, const arl_node_t 
     double value = node->kind == ARL_NODE_INT ? (double)node->as.integer : node->as.real;
     char shown[64];
 
-    if (node->kind != ARL_NODE_BIGINT && value >= field->min && value <= field->max) {
+    if (node->kind == ARL_NODE_BIGINT) {
+        return arl_tree_fail_at(tree, node, err, "an integer of more than 64 bits");
+    }
+    if (value >= field->min && value <= field->max) {
         return ARL_OK;
     }
     arl_node_show(node, shown, sizeof(shown));
-    if (node->kind == ARL_NODE_BIGINT || !(value >= field->min)) {
+    if (!(value >= field->min)) {
         return arl_tree_fail_at(tree, node, err, "must be at least %g, found %s", field->min,
                                 shown);
     }
@@ -99,6 +102,8 @@ static arl_status_t
 wrong_kind(const arl_tree_t *tree, const arl_field_t *field, const arl_node_t *node,
            arl_error_t *err)
 {
+    bool scalar = node->kind != ARL_NODE_NULL && node->kind != ARL_NODE_LIST &&
+                  node->kind != ARL_NODE_MAP && node->kind != ARL_NODE_FOREIGN;
     const char *hint = "";
     char shown[128];
 
@@ -127,8 +132,8 @@ wrong_kind(const arl_tree_t *tree, const arl_field_t *field, const arl_node_t *n
     else if (field->kind == ARL_FIELD_TEXT && is_number(node)) {
         hint = " (quote it)";
     }
-    return arl_tree_fail_at(tree, node, err, "wants %s, found %s %s%s", field_wants(field),
-                            arl_node_kind_name(node), shown, hint);
+    return arl_tree_fail_at(tree, node, err, "wants %s, found %s%s%s%s", field_wants(field),
+                            scalar ? arl_node_kind_name(node) : "", scalar ? " " : "", shown, hint);
 }
 
 static arl_status_t
@@ -569,6 +574,7 @@ build_field(const arl_normalizer_t *n, const arl_field_t *field)
     const char *path = arl_config_field_path(field, n->form);
     arl_node_t *node = path == NULL ? NULL : arl_node_at(n->remote, path);
     arl_status_t status = ARL_OK;
+    bool given;
 
     if (!n->seed && (field->flags & ARL_FIELD_SEED_ONLY) != 0) {
         return node == NULL ? ARL_OK
@@ -576,15 +582,15 @@ build_field(const arl_normalizer_t *n, const arl_field_t *field)
                                                "only generation 'seed' has this key; %s",
                                                "use train.logits.optimization");
     }
-    if (node == NULL) {
-        status = arctic_default(n, field, &node);
+    given = node != NULL;
+    if (!given) { /* checked too: some are taken from other keys */
+        ARL_CHECK_GOTO(status, arctic_default(n, field, &node), out);
     }
-    else {
-        status = field_check(n->tree, field, node, n->err);
-        if (status == ARL_OK && n->seed && (field->flags & ARL_FIELD_FINAL_ONLY) != 0) {
-            status = check_seed_value(n, field, node);
-        }
+    ARL_CHECK_GOTO(status, field_check(n->tree, field, node, n->err), out);
+    if (given && n->seed && (field->flags & ARL_FIELD_FINAL_ONLY) != 0) {
+        ARL_CHECK_GOTO(status, check_seed_value(n, field, node), out);
     }
+out:
     return status == ARL_OK ? arl_node_put(n->tree, n->result, field->path, node, n->err) : status;
 }
 

@@ -45,6 +45,20 @@ extern const size_t arl_config_arctic_count;
 extern const arl_field_t arl_config_verl_fields[];
 extern const size_t arl_config_verl_count;
 
+enum { ARL_CONFIG_SEED = 1, ARL_CONFIG_FINAL = 2 };
+
+/* An option that is warned about when it is given and is none of `harmless`, values as
+ * arl_node_show writes them with spaces between. */
+typedef struct arl_config_ignored {
+    const char *path;
+    int generations; /* ARL_CONFIG_SEED | ARL_CONFIG_FINAL */
+    const char *harmless;
+    const char *why;
+} arl_config_ignored_t;
+
+extern const arl_config_ignored_t arl_config_ignored[];
+extern const size_t arl_config_ignored_count;
+
 /* Turns the root (a map) into the normalised form, in place; what it was made of stays in the
  * tree. Interpolations must have been resolved. Running it on its own result changes nothing. */
 arl_status_t arl_config_tree_normalize(arl_tree_t *tree, arl_error_t *err);

@@ -147,7 +147,7 @@ const arl_field_t arl_config_verl_fields[] = {
      "Longest prompt, in tokens."},
     {"data.max_response_length", NULL, ARL_FIELD_INT, 0, "512", NULL, NULL, 1, COUNT_MAX,
      "Longest response, in tokens."},
-    {"trainer.n_gpus_per_node", NULL, ARL_FIELD_INT, ARL_FIELD_ABSENT, NULL, NULL, NULL, 0,
+    {"trainer.n_gpus_per_node", NULL, ARL_FIELD_INT, ARL_FIELD_ABSENT, NULL, NULL, NULL, 1,
      GPUS_MAX, "Default of the three GPU counts."},
     {"trainer.total_epochs", NULL, ARL_FIELD_INT, 0, "30", NULL, NULL, 0, COUNT_MAX,
      "Flat form: the training horizon. Nested form: not used."},

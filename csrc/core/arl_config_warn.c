@@ -13,16 +13,9 @@
 #define ROLLOUT "actor_rollout_ref.rollout."
 #define DEEPSPEED "remote_backend.train.deepspeed."
 
-enum { SEED = 1, FINAL = 2, BOTH = SEED | FINAL };
+enum { SEED = ARL_CONFIG_SEED, FINAL = ARL_CONFIG_FINAL, BOTH = SEED | FINAL };
 
-/* Warned about when the value is there and is none of `harmless` (as arl_node_show writes them,
- * separated by spaces). */
-static const struct {
-    const char *path;
-    int generations;
-    const char *harmless;
-    const char *why;
-} ignored[] = {
+const arl_config_ignored_t arl_config_ignored[] = {
     {ACTOR "clip_ratio", BOTH, "0.2 null", "the server always clips at 0.2"},
     {ACTOR "clip_ratio_low", BOTH, "0.2 null", "the server always clips at 0.2"},
     {ACTOR "clip_ratio_high", BOTH, "0.2 null", "the server always clips at 0.2"},
@@ -43,7 +36,7 @@ static const struct {
      "no part of the sampler's set-up; it acts only where a generate call passes it on"},
     {ROLLOUT "top_k", BOTH, "-1 0 null",
      "no part of the sampler's set-up; it acts only where a generate call passes it on"},
-    {ROLLOUT "max_num_batched_tokens", FINAL, "8192 null", "not sent to the sampler"},
+    {ROLLOUT "max_num_batched_tokens", FINAL, "8192", "not sent to the sampler"},
     {"actor_rollout_ref.model.trust_remote_code", BOTH, "false null",
      "not sent to the server, and no tokenizer is loaded with it"},
     {"algorithm.rollout_is", BOTH, "false null",
@@ -67,6 +60,7 @@ static const struct {
     {"actor_rollout_ref.model.enable_gradient_checkpointing", SEED, "true",
      "the flat form does not send it"},
 };
+const size_t arl_config_ignored_count = sizeof(arl_config_ignored) / sizeof(arl_config_ignored[0]);
 
 typedef struct warner {
     arl_tree_t *tree;
@@ -158,13 +152,14 @@ is_harmless(const arl_node_t *node, const char *harmless)
 static arl_status_t
 warn_ignored(const warner_t *warn)
 {
-    for (size_t i = 0; i < sizeof(ignored) / sizeof(ignored[0]); i++) {
-        const arl_node_t *node = node_at(warn, ignored[i].path);
+    for (size_t i = 0; i < arl_config_ignored_count; i++) {
+        const arl_config_ignored_t *option = &arl_config_ignored[i];
+        const arl_node_t *node = node_at(warn, option->path);
         arl_status_t status = ARL_OK;
 
-        if (node != NULL && (ignored[i].generations & (warn->seed ? SEED : FINAL)) != 0 &&
-            !is_harmless(node, ignored[i].harmless)) {
-            status = add(warn, ignored[i].path, "no effect: %s", ignored[i].why);
+        if (node != NULL && (option->generations & (warn->seed ? SEED : FINAL)) != 0 &&
+            !is_harmless(node, option->harmless)) {
+            status = add(warn, option->path, "no effect: %s", option->why);
         }
         if (status != ARL_OK) {
             return status;

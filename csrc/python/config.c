@@ -355,53 +355,81 @@ field_kind_name(arl_field_kind_t kind)
     return "?";
 }
 
-static int
-append_field(PyObject *list, const arl_field_t *field, const char *section)
+static PyObject *
+field_entry(const arl_field_t *field)
 {
-    PyObject *entry = Py_BuildValue(
-        "{s:s, s:s, s:z, s:s, s:O, s:O, s:O, s:O, s:z, s:z, s:z, s:d, s:d, s:s}", "section",
-        section, "path", field->path, "flat", field->flat, "kind", field_kind_name(field->kind),
-        "nullable", (field->flags & ARL_FIELD_NULLABLE) != 0 ? Py_True : Py_False, "absent",
+    return Py_BuildValue(
+        "{s:s, s:z, s:s, s:O, s:O, s:O, s:O, s:z, s:z, s:z, s:d, s:d, s:s}", "path", field->path,
+        "flat", field->flat, "kind", field_kind_name(field->kind), "nullable",
+        (field->flags & ARL_FIELD_NULLABLE) != 0 ? Py_True : Py_False, "absent",
         (field->flags & ARL_FIELD_ABSENT) != 0 ? Py_True : Py_False, "seed_only",
         (field->flags & ARL_FIELD_SEED_ONLY) != 0 ? Py_True : Py_False, "final_only",
         (field->flags & ARL_FIELD_FINAL_ONLY) != 0 ? Py_True : Py_False, "default", field->fallback,
         "seed_default", field->seed_value, "choices", field->choices, "min", field->min, "max",
         field->max, "doc", field->doc);
-    int result;
+}
 
-    if (entry == NULL) {
-        return -1;
-    }
-    result = PyList_Append(list, entry);
-    Py_DECREF(entry);
+static PyObject *
+ignored_entry(const arl_config_ignored_t *option)
+{
+    return Py_BuildValue("{s:s, s:O, s:O, s:s, s:s}", "path", option->path, "seed",
+                         (option->generations & ARL_CONFIG_SEED) != 0 ? Py_True : Py_False, "final",
+                         (option->generations & ARL_CONFIG_FINAL) != 0 ? Py_True : Py_False,
+                         "harmless", option->harmless, "why", option->why);
+}
+
+/* Appends a new reference, which may be NULL. */
+static int
+append_entry(PyObject *list, PyObject *entry)
+{
+    int result = entry == NULL ? -1 : PyList_Append(list, entry);
+
+    Py_XDECREF(entry);
     return result;
 }
 
 PyDoc_STRVAR(config_schema_doc,
              "config_schema()\n--\n\n"
-             "Return the table of configuration keys, one dict a key.\n"
+             "Return the tables of configuration keys, for documentation and tools.\n"
              "\n"
-             "`section` is 'remote_backend' (paths are relative to it) or 'verl' (full paths);\n"
-             "`flat` the name in the flat form or None; `kind` one of bool, int, number, text,\n"
-             "choice, pair; `default` a YAML scalar, or None where the doc says what holds.");
+             "'remote_backend' and 'verl' list the keys that are read, a dict each: `path`\n"
+             "(relative to remote_backend, or full), `flat` (its name in the flat form or None),\n"
+             "`kind` (bool, int, number, text, choice, pair), `default` (a YAML scalar, or None\n"
+             "where `doc` says what holds) and so on. 'ignored' lists the options that are warned\n"
+             "about: `path`, the generations, the `harmless` values, and `why`.");
 
 static PyObject *
 config_schema(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
-    PyObject *list = PyList_New(0);
+    PyObject *arctic = PyList_New(0), *verl = PyList_New(0), *options = PyList_New(0);
+    PyObject *result = NULL;
 
     (void)module;
-    for (size_t i = 0; list != NULL && i < arl_config_arctic_count; i++) {
-        if (append_field(list, &arl_config_arctic_fields[i], "remote_backend") < 0) {
-            Py_CLEAR(list);
+    if (arctic == NULL || verl == NULL || options == NULL) {
+        goto out;
+    }
+    for (size_t i = 0; i < arl_config_arctic_count; i++) {
+        if (append_entry(arctic, field_entry(&arl_config_arctic_fields[i])) < 0) {
+            goto out;
         }
     }
-    for (size_t i = 0; list != NULL && i < arl_config_verl_count; i++) {
-        if (append_field(list, &arl_config_verl_fields[i], "verl") < 0) {
-            Py_CLEAR(list);
+    for (size_t i = 0; i < arl_config_verl_count; i++) {
+        if (append_entry(verl, field_entry(&arl_config_verl_fields[i])) < 0) {
+            goto out;
         }
     }
-    return list;
+    for (size_t i = 0; i < arl_config_ignored_count; i++) {
+        if (append_entry(options, ignored_entry(&arl_config_ignored[i])) < 0) {
+            goto out;
+        }
+    }
+    result = Py_BuildValue("{s:O, s:O, s:O}", "remote_backend", arctic, "verl", verl, "ignored",
+                           options);
+out:
+    Py_XDECREF(options);
+    Py_XDECREF(verl);
+    Py_XDECREF(arctic);
+    return result;
 }
 
 PyMethodDef arl_config_methods[] = {

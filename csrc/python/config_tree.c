@@ -61,6 +61,34 @@ read_text(arl_config_reader_t *reader, PyObject *object)
     return node;
 }
 
+/* An int outside int64, in hexadecimal: that takes no time that grows faster than the number. */
+static arl_node_t *
+read_bigint(arl_config_reader_t *reader, PyObject *object)
+{
+    arl_node_t *node = read_node(reader, ARL_NODE_BIGINT);
+    PyObject *text = node == NULL ? NULL : PyNumber_ToBase(object, 16);
+    arl_error_t err = ARL_ERROR_INIT;
+    const char *data;
+    Py_ssize_t size;
+
+    if (text == NULL) {
+        return NULL;
+    }
+    data = PyUnicode_AsUTF8AndSize(text, &size);
+    if (data == NULL) {
+        node = NULL;
+    }
+    else if (arl_tree_text(reader->tree, data, (size_t)size, &node->as.text, &err) != ARL_OK) {
+        (void)arl_raise(reader->state, &err);
+        node = NULL;
+    }
+    else {
+        node->base = 16;
+    }
+    Py_DECREF(text);
+    return node;
+}
+
 static arl_node_t *read_object(arl_config_reader_t *reader, PyObject *object, int depth);
 
 static arl_node_t *
@@ -193,7 +221,7 @@ read_object(arl_config_reader_t *reader, PyObject *object, int depth)
         long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
 
         if (overflow != 0) {
-            return read_foreign(reader, object);
+            return read_bigint(reader, object);
         }
         node = read_node(reader, ARL_NODE_INT);
         if (node != NULL) {
