@@ -36,7 +36,7 @@ is_missing(const arl_node_t *node)
 /* ---- one value -------------------------------------------------------------------------- */
 
 static bool
-in_choices(const arl_text_t *text, const char *choices)
+in_choices(const arl_string_t *text, const char *choices)
 {
     while (*choices != '\0') {
         size_t size = strcspn(choices, "|");

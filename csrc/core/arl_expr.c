@@ -662,7 +662,7 @@ element(arl_expr_t *expr, arl_node_t **value_p)
  * -------------------------------------------------------------------------------- */
 
 static arl_expr_t
-expr_start(arl_tree_t *tree, const arl_node_t *site, const arl_text_t *text,
+expr_start(arl_tree_t *tree, const arl_node_t *site, const arl_string_t *text,
            const arl_expr_host_t *host, arl_error_t *err)
 {
     return (arl_expr_t){.tree = tree,
@@ -675,13 +675,13 @@ expr_start(arl_tree_t *tree, const arl_node_t *site, const arl_text_t *text,
 }
 
 bool
-arl_expr_is_interpolated(const arl_text_t *text)
+arl_expr_is_interpolated(const arl_string_t *text)
 {
     return memmem(text->data, text->size, "${", 2) != NULL;
 }
 
 arl_status_t
-arl_expr_text(arl_tree_t *tree, const arl_node_t *site, const arl_text_t *text,
+arl_expr_text(arl_tree_t *tree, const arl_node_t *site, const arl_string_t *text,
               const arl_expr_host_t *host, arl_node_t **value_p, arl_error_t *err)
 {
     arl_expr_t expr = expr_start(tree, site, text, host, err);
@@ -690,7 +690,7 @@ arl_expr_text(arl_tree_t *tree, const arl_node_t *site, const arl_text_t *text,
 }
 
 arl_status_t
-arl_expr_element(arl_tree_t *tree, const arl_node_t *site, const arl_text_t *text,
+arl_expr_element(arl_tree_t *tree, const arl_node_t *site, const arl_string_t *text,
                  const arl_expr_host_t *host, arl_node_t **value_p, arl_error_t *err)
 {
     arl_expr_t expr = expr_start(tree, site, text, host, err);
@@ -703,7 +703,7 @@ arl_expr_element(arl_tree_t *tree, const arl_node_t *site, const arl_text_t *tex
 }
 
 arl_status_t
-arl_expr_override(arl_tree_t *tree, const arl_node_t *site, const arl_text_t *text,
+arl_expr_override(arl_tree_t *tree, const arl_node_t *site, const arl_string_t *text,
                   arl_node_t **value_p, arl_error_t *err)
 {
     arl_expr_t expr = expr_start(tree, site, text, NULL, err);

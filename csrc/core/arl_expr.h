@@ -24,22 +24,22 @@ typedef struct arl_expr_host {
 enum { ARL_EXPR_ARGS_MAX = 8, ARL_EXPR_DEPTH_MAX = 16 };
 
 /* True when there is something to evaluate in the text. */
-bool arl_expr_is_interpolated(const arl_text_t *text);
+bool arl_expr_is_interpolated(const arl_string_t *text);
 
 /*
  * Evaluates text: a lone interpolation gives its value, anything else gives text with the values
  * in it as Python prints them. `\${` stands for `${`. `site` is the node that messages are about.
  */
-arl_status_t arl_expr_text(arl_tree_t *tree, const arl_node_t *site, const arl_text_t *text,
+arl_status_t arl_expr_text(arl_tree_t *tree, const arl_node_t *site, const arl_string_t *text,
                            const arl_expr_host_t *host, arl_node_t **value_p, arl_error_t *err);
 
 /* Evaluates one value, as in a resolver argument. */
-arl_status_t arl_expr_element(arl_tree_t *tree, const arl_node_t *site, const arl_text_t *text,
+arl_status_t arl_expr_element(arl_tree_t *tree, const arl_node_t *site, const arl_string_t *text,
                               const arl_expr_host_t *host, arl_node_t **value_p, arl_error_t *err);
 
 /* Reads one value by Hydra's rules for overrides: interpolations stay text, white space around a
  * value is dropped, sweeps and functions are refused. Empty text is an empty text. */
-arl_status_t arl_expr_override(arl_tree_t *tree, const arl_node_t *site, const arl_text_t *text,
+arl_status_t arl_expr_override(arl_tree_t *tree, const arl_node_t *site, const arl_string_t *text,
                                arl_node_t **value_p, arl_error_t *err);
 
 #endif

@@ -2,6 +2,7 @@
 #include "core/arl_interp.h"
 
 #include "core/arl_expr.h"
+#include "core/arl_json.h"
 #include "core/arl_literal.h"
 
 #include <stdio.h>
@@ -98,7 +99,7 @@ dereference(interp_t *interp, arl_node_t *node, arl_node_t **value_p)
 
 /* The next step of a.b[c].d after the leading dots. False at the end. */
 static bool
-next_step(const char **p, const char *end, arl_text_t *step_p)
+next_step(const char **p, const char *end, arl_string_t *step_p)
 {
     const char *start = *p, *stop;
 
@@ -107,13 +108,13 @@ next_step(const char **p, const char *end, arl_text_t *step_p)
     }
     if (*start == '[') {
         stop = memchr(start, ']', (size_t)(end - start));
-        *step_p = (arl_text_t){start + 1, (size_t)((stop == NULL ? end : stop) - start - 1)};
+        *step_p = (arl_string_t){start + 1, (size_t)((stop == NULL ? end : stop) - start - 1)};
         *p = stop == NULL ? end : stop + 1;
     }
     else {
         for (stop = start; stop < end && *stop != '.' && *stop != '['; stop++) {
         }
-        *step_p = (arl_text_t){start, (size_t)(stop - start)};
+        *step_p = (arl_string_t){start, (size_t)(stop - start)};
         *p = stop;
     }
     if (*p < end && **p == '.') {
@@ -123,7 +124,7 @@ next_step(const char **p, const char *end, arl_text_t *step_p)
 }
 
 static arl_node_t *
-list_item(const arl_node_t *list, const arl_text_t *step)
+list_item(const arl_node_t *list, const arl_string_t *step)
 {
     size_t index = 0;
 
@@ -147,7 +148,7 @@ find(interp_t *interp, const arl_node_t *site, const char *path, size_t size, ar
     arl_node_t *node = interp->tree->root;
     const char *p = path, *end = path + size;
     arl_status_t status;
-    arl_text_t step;
+    arl_string_t step;
 
     *value_p = NULL;
     if (p < end && *p == '.') {
@@ -224,30 +225,6 @@ want_text(const interp_t *interp, const char *resolver, const arl_node_t *arg)
                             resolver, arl_node_kind_name(arg));
 }
 
-/* Bytes of the character that begins at `p`; 0: not UTF-8. */
-static size_t
-utf8_length(const unsigned char *p)
-{
-    unsigned char lead = p[0];
-    size_t size = lead < 0x80   ? 1
-                  : lead < 0xc2 ? 0
-                  : lead < 0xe0 ? 2
-                  : lead < 0xf0 ? 3
-                  : lead < 0xf5 ? 4
-                                : 0;
-
-    for (size_t i = 1; i < size; i++) {
-        if ((p[i] & 0xc0) != 0x80) {
-            return 0;
-        }
-    }
-    if ((lead == 0xe0 && p[1] < 0xa0) || (lead == 0xed && p[1] > 0x9f) ||
-        (lead == 0xf0 && p[1] < 0x90) || (lead == 0xf4 && p[1] > 0x8f)) {
-        return 0; /* overlong, a surrogate, or beyond the last character */
-    }
-    return size;
-}
-
 /* oc.env:NAME[,default] */
 static arl_status_t
 resolve_env(interp_t *interp, arl_node_t *const *args, size_t count, arl_node_t **value_p)
@@ -279,15 +256,10 @@ resolve_env(interp_t *interp, arl_node_t *const *args, size_t count, arl_node_t 
         }
         value = number;
     }
-    for (const unsigned char *p = (const unsigned char *)value; *p != '\0';) {
-        size_t size = utf8_length(p);
-
-        if (size == 0) {
-            return arl_tree_fail_at(interp->tree, site, interp->err,
-                                    "the environment variable %.160s is not UTF-8",
-                                    args[0]->as.text.data);
-        }
-        p += size;
+    if (!arl_utf8_valid(value, strlen(value))) {
+        return arl_tree_fail_at(interp->tree, site, interp->err,
+                                "the environment variable %.160s is not UTF-8",
+                                args[0]->as.text.data);
     }
     status = arl_node_new_text(interp->tree, value, strlen(value), site, value_p, interp->err);
     if (status == ARL_OK) {

@@ -186,7 +186,7 @@ read_digits(arl_tree_t *tree, arl_node_t *node, const char *digits, int base, bo
 {
     int64_t value = 0;
     bool fits = true;
-    arl_text_t text;
+    arl_string_t text;
     arl_status_t status;
     char *sign;
 
@@ -298,7 +298,7 @@ read_double(const char *digits, bool negative)
 
 /* A number whose form is known. Its text is ours alone, and is used up. */
 static arl_status_t
-read_number(arl_tree_t *tree, arl_node_t *node, const arl_text_t *text, bool floating,
+read_number(arl_tree_t *tree, arl_node_t *node, const arl_string_t *text, bool floating,
             int_form_t form, arl_error_t *err)
 {
     bool negative = text->data[0] == '-';
@@ -329,7 +329,7 @@ arl_literal_read(arl_tree_t *tree, const char *data, size_t size, arl_node_t *no
     static const char *const falses[] = {"no",    "No",  "NO",  "false", "False",
                                          "FALSE", "off", "Off", "OFF",   NULL};
     arl_status_t status;
-    arl_text_t text;
+    arl_string_t text;
     int_form_t form;
     bool floating;
 
@@ -400,7 +400,7 @@ arl_literal_read_word(arl_tree_t *tree, const char *data, size_t size, arl_node_
 {
     const char *unsign;
     arl_status_t status;
-    arl_text_t text;
+    arl_string_t text;
     bool floating;
 
     status = arl_tree_text(tree, data, size, &text, err);

@@ -18,7 +18,7 @@ typedef enum override_kind {
 typedef struct override {
     arl_tree_t *tree;
     override_kind_t kind;
-    arl_text_t path;   /* a.b.c, terminated */
+    arl_string_t path; /* a.b.c, terminated */
     arl_node_t *value; /* NULL: ~key without a value */
     arl_node_t place;  /* "override '...'" */
     arl_error_t *err;
@@ -66,7 +66,7 @@ parse(override_t *override, const char *text, size_t size)
 {
     const char *end = text + size, *equals;
     arl_status_t status;
-    arl_text_t value;
+    arl_string_t value;
 
     override->kind = OVERRIDE_CHANGE;
     if (*text == '~') {

@@ -78,7 +78,8 @@ arl_tree_free(arl_tree_t *tree)
 }
 
 arl_status_t
-arl_tree_text(arl_tree_t *tree, const char *data, size_t size, arl_text_t *text_p, arl_error_t *err)
+arl_tree_text(arl_tree_t *tree, const char *data, size_t size, arl_string_t *text_p,
+              arl_error_t *err)
 {
     arl_status_t status;
     void *memory;
@@ -128,7 +129,7 @@ arl_tree_source(arl_tree_t *tree, const char *name, int32_t *source_p, arl_error
 {
     size_t capacity = (size_t)tree->source_capacity;
     void *array = tree->sources;
-    arl_text_t text;
+    arl_string_t text;
     arl_status_t status;
 
     status = array_grow(tree, &array, (size_t)tree->source_count, &capacity, sizeof(char *), err);

@@ -33,10 +33,10 @@ typedef enum arl_node_kind {
 } arl_node_kind_t;
 
 /* Not terminated by size alone: data[size] is also '\0', but the text may hold '\0' itself. */
-typedef struct arl_text {
+typedef struct arl_string {
     const char *data;
     size_t size;
-} arl_text_t;
+} arl_string_t;
 
 typedef struct arl_node arl_node_t;
 
@@ -65,7 +65,7 @@ struct arl_node {
         bool boolean;
         int64_t integer;
         double real;
-        arl_text_t text;
+        arl_string_t text;
         struct {
             arl_node_t **items;
             size_t count;
@@ -96,7 +96,7 @@ void arl_tree_free(arl_tree_t *tree);
 
 /* Bytes that live as long as the tree, aligned for any type; not zeroed. */
 arl_status_t arl_tree_alloc(arl_tree_t *tree, size_t size, void **memory_p, arl_error_t *err);
-arl_status_t arl_tree_text(arl_tree_t *tree, const char *data, size_t size, arl_text_t *text_p,
+arl_status_t arl_tree_text(arl_tree_t *tree, const char *data, size_t size, arl_string_t *text_p,
                            arl_error_t *err);
 
 /* Registers a name such as a path; `*source_p` goes into arl_node_t.source. */

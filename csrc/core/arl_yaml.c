@@ -236,7 +236,7 @@ add_anchor(yaml_reader_t *reader, const yaml_char_t *name, arl_node_t *node, boo
 {
     const yaml_anchor_t *first;
     arl_status_t status;
-    arl_text_t text;
+    arl_string_t text;
     void *memory;
 
     if (name == NULL) {
