@@ -10,7 +10,7 @@ import platform
 import sys
 from typing import Any
 
-from arctic_rl_c._core import native_config
+from arctic_rl_c._core import _native_config
 
 #: Packages whose versions decide what works with what; none of them is imported.
 _PACKAGES = (
@@ -54,7 +54,7 @@ def _collect(devices: bool) -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
-    return found | native_config(devices=devices)
+    return found | _native_config(devices=devices)
 
 
 def _library(name: str, facts: dict[str, Any]) -> list[str]:

@@ -199,7 +199,7 @@ native_config(PyObject *module, PyObject *args, PyObject *kwargs)
     PyObject *dict;
     int devices = 1;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$p:native_config", names, &devices)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$p:_native_config", names, &devices)) {
         return NULL;
     }
     dict = PyDict_New();
@@ -250,13 +250,13 @@ add_wheel_roots(void)
 
 PyDoc_STRVAR(
     native_config_doc,
-    "native_config(*, devices=True)\n--\n\n"
+    "_native_config(*, devices=True)\n--\n\n"
     "Return what the C layer was built with and what it finds at run time, as a dict.\n\n"
     "devices: also look at each GPU, which makes a context on it for a moment. Either way\n"
     "the CUDA driver is loaded and started in this process: fork before it, or spawn.");
 
 PyMethodDef arl_show_config_methods[] = {
-    {"native_config", (PyCFunction)(void (*)(void))native_config, METH_VARARGS | METH_KEYWORDS,
+    {"_native_config", (PyCFunction)(void (*)(void))native_config, METH_VARARGS | METH_KEYWORDS,
      native_config_doc},
     {NULL, NULL, 0, NULL},
 };
