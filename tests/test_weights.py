@@ -254,6 +254,13 @@ def test_a_released_offer_is_over() -> None:
         receiver.pull(sender.offer())
 
 
+def test_a_copy_needs_no_feeding() -> None:
+    with WeightSender(source()) as sender:
+        sender.offer()
+        with pytest.raises(ValueError, match="host_shm took the tensors at offer"):
+            sender.serve(iter(source().items()))
+
+
 # ---- torn ----------------------------------------------------------------------------------------
 
 
@@ -475,6 +482,11 @@ def test_every_wait_has_an_end(timeout: object) -> None:
             receiver.views(b"", timeout=timeout)
 
 
+class Pairless(dict[str, str]):
+    def items(self) -> list[int]:
+        return [1]
+
+
 def test_options_of_a_sender() -> None:
     for options, error in (
         ({"receivers": 0}, ValueError),
@@ -493,6 +505,7 @@ def test_options_of_a_sender() -> None:
         {"aliases": {"a": 1}},
         {"aliases": {1: "a"}},
         {"aliases": 3},
+        {"aliases": Pairless()},
         {"non_synced": "text"},
         {"non_synced": [1]},
         {"non_synced": 3},

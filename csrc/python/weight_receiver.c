@@ -88,6 +88,10 @@ read_aliases(arl_weight_receiver_t *self, PyObject *aliases)
         PyObject *name, *target;
         Py_ssize_t length, target_length;
 
+        if (!PyTuple_Check(pair)) {
+            PyErr_SetString(PyExc_TypeError, "WeightReceiver: aliases maps names to names");
+            goto release;
+        }
         if (!PyArg_ParseTuple(pair, "OO;WeightReceiver: aliases maps names to names", &name,
                               &target) ||
             text_of(name, "aliases", &alias->name, &length) < 0 ||

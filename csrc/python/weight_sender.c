@@ -225,9 +225,9 @@ weight_sender_offer(PyObject *op, PyObject *args, PyObject *kwargs)
 static PyObject *
 weight_sender_serve(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"timeout", NULL};
+    static char *names[] = {"tensors", "timeout", NULL};
     weight_sender_t *self = (weight_sender_t *)op;
-    PyObject *timeout = NULL;
+    PyObject *tensors = Py_None, *timeout = NULL;
     arl_state_t *state = arl_state_from_type(Py_TYPE(op));
     arl_error_t err = ARL_ERROR_INIT;
     arl_sync_stats_t stats;
@@ -236,10 +236,16 @@ weight_sender_serve(PyObject *op, PyObject *args, PyObject *kwargs)
     arl_status_t status;
     double seconds;
 
-    if (state == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "|$O:serve", names, &timeout) ||
+    if (state == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "|O$O:serve", names, &tensors, &timeout) ||
         arl_seconds(timeout, self->timeout, &seconds) < 0 ||
         arl_guard_enter(state, &self->guard, "serve") < 0) {
         return NULL;
+    }
+    if (tensors != Py_None) { /* no transport that streams is there yet */
+        arl_guard_leave(&self->guard);
+        return arl_raise_format(state, ARL_ERR_VALUE, "serve",
+                                "host_shm took the tensors at offer(); serve() takes none");
     }
     arl_deadline_start(&deadline, seconds);
     thread = PyEval_SaveThread();
@@ -428,7 +434,8 @@ PyDoc_STRVAR(
     "offer($self, /, *, version=None, timeout=None, stream=None)\n--\n\n"
     "Offer the parameters as they are now; return the offer, as bytes for the receivers.\n\n"
     "It replaces the offer before it. version: a number above the last one; by default the next.\n"
-    "stream: torch.cuda.Stream or CUstream that wrote the parameters last; None is torch's current\n"
+    "stream: torch.cuda.Stream or CUstream that wrote the parameters last; None is torch's "
+    "current\n"
     "stream, or the default stream. Over host_shm the bytes are copied here, and the parameters\n"
     "may change as soon as this returns; over cuda_ipc they must stay as they are until every\n"
     "receiver has finished (serve()).\n\n"
@@ -437,8 +444,11 @@ PyDoc_STRVAR(
 
 PyDoc_STRVAR(
     serve_doc,
-    "serve($self, /, *, timeout=None)\n--\n\n"
+    "serve($self, /, tensors=None, *, timeout=None)\n--\n\n"
     "Wait until every receiver has finished with the offer; return SyncStats.\n\n"
+    "tensors: for transports that stream, an iterable of (name, tensor) in the order of the\n"
+    "parameters, of which each tensor is used until the next is asked for. None sends the\n"
+    "parameters themselves. Over host_shm there is nothing left to send: None is needed.\n\n"
     "Raises PeerTimeoutError when one has not come or not finished in time, PeerLostError when\n"
     "one died, WeightSyncError with what one reported; error.rank is its number.");
 

@@ -294,7 +294,8 @@ explain_missing(const arl_offer_t *offer, arl_error_t *err)
     }
     return arl_error_set(err, ARL_ERR_SYNC, PULL,
                          "this offer (version %llu) is over: its sender released it or made a new "
-                         "one, or its %u receiver%s ha%s taken it already",
+                         "one, or its %u receiver%s ha%s taken it already (or the two do not share "
+                         "/dev/shm, as containers may not)",
                          (unsigned long long)offer->epoch, offer->receivers,
                          offer->receivers == 1 ? "" : "s", offer->receivers == 1 ? "s" : "ve");
 }
