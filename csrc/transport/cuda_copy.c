@@ -9,6 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Blocks of the strided kernel for each one of the other: it has less under way in each thread. */
+enum { STRIDED_TIMES = 2 };
+
 /* ---- prepared plans ------------------------------------------------------------------------- */
 
 struct arl_cuda_plan {
@@ -172,9 +175,9 @@ arl_cuda_plan_create(const arl_cuda_engine_t *engine, const arl_copy_t *copies, 
 }
 
 static unsigned int
-grid_size(const arl_cuda_engine_t *engine, uint32_t work)
+grid_size(const arl_cuda_engine_t *engine, uint32_t work, unsigned int times)
 {
-    const unsigned int most = (unsigned int)engine->device.sm_count * engine->blocks_per_sm;
+    const unsigned int most = (unsigned int)engine->device.sm_count * engine->blocks_per_sm * times;
 
     return work < most ? work : most;
 }
@@ -193,14 +196,15 @@ plan_launch(const arl_cuda_plan_t *plan, arl_cu_stream_t stream, arl_cu_result_t
     if (segment_count > 0) {
         void *params[] = {&segments, &bases, &segment_count};
 
-        *result = api->cuLaunchKernel(engine->copy_segments, grid_size(engine, segment_count), 1, 1,
-                                      engine->threads, 1, 1, 0, stream, params, NULL);
+        *result = api->cuLaunchKernel(engine->copy_segments, grid_size(engine, segment_count, 1), 1,
+                                      1, engine->threads, 1, 1, 0, stream, params, NULL);
     }
     if (item_count > 0 && *result == ARL_CUDA_SUCCESS) {
         void *params[] = {&strided, &items, &bases, &item_count};
 
-        *result = api->cuLaunchKernel(engine->copy_strided, grid_size(engine, item_count), 1, 1,
-                                      engine->threads, 1, 1, 0, stream, params, NULL);
+        *result =
+            api->cuLaunchKernel(engine->copy_strided, grid_size(engine, item_count, STRIDED_TIMES),
+                                1, 1, engine->threads, 1, 1, 0, stream, params, NULL);
     }
     return "cuLaunchKernel";
 }

@@ -10,10 +10,11 @@
 #include <stdlib.h>
 
 /*
- * 512 threads with eight 16-byte loads under way each, two blocks on each multiprocessor: what
- * came out best on an H200 (benchmarks/gpu_copy_probe.py tries the others).
+ * 512 threads with eight 16-byte loads under way each, one block on each multiprocessor: what came
+ * out best on an H200, level with one copy of the same bytes (benchmarks/gpu_copy_probe.py tries
+ * the others).
  */
-enum { THREADS = 512, BLOCKS_PER_SM = 2 };
+enum { THREADS = 512, BLOCKS_PER_SM = 1 };
 
 /* A wait for a device is spun this long before it sleeps: a pull of a few GB ends within it. */
 static const int64_t SPIN_NS = 2000000;
