@@ -160,6 +160,7 @@ class Result:
         """Plain data: the median, the spread and every run."""
         return {
             **asdict(self),
+            "seconds": [round(second, 9) for second in self.seconds],
             "median": self.median,
             "p10": self.percentile(0.1),
             "p90": self.percentile(0.9),

@@ -91,6 +91,19 @@ def test_lengths_of_the_wrong_kind() -> None:
     refused(pad(INPUT, np.zeros((2, 2, 2)), RESPONSES), "prompts: is float64[2, 2, 2]")
 
 
+def test_lengths_that_change_while_they_are_read() -> None:
+    lengths: list[Any] = [1, 2]
+
+    class Clears:
+        def __index__(self) -> int:
+            lengths.clear()
+            return 1
+
+    lengths[0] = Clears()
+    tensor, *_ = pad_prompt_response(INPUT, lengths, RESPONSES)
+    assert tensor.tolist() == [[0, 10, 11, 12], [13, 14, 15, 0]]
+
+
 @pytest.mark.parametrize("part", ["prompt", "response"])
 def test_parts_longer_than_their_width(part: str) -> None:
     """Row and both lengths are named, and nothing is cut."""

@@ -11,6 +11,37 @@
 
 #include <string.h>
 
+/* ---- what every kernel does around its bytes ------------------------------------------------- */
+
+/* A new dense result while it is being filled: between begin and end the GIL may be released. */
+typedef struct output {
+    PyObject *object;
+    arl_view_t view;
+    PyThreadState *saved;
+} output_t;
+
+static int
+output_begin(arl_state_t *state, arl_tensor_kind_t like, arl_dtype_t dtype, int ndim,
+             const int64_t *shape, output_t *out)
+{
+    out->object = arl_tensor_new(state, like, dtype, ndim, shape, &out->view);
+    if (out->object == NULL) {
+        return -1;
+    }
+    if (arl_batch_begin(state, arl_view_nbytes(&out->view), &out->saved) < 0) {
+        Py_CLEAR(out->object);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+output_end(output_t *out)
+{
+    arl_batch_end(out->saved);
+    return out->object;
+}
+
 /* ---- jagged to padded ------------------------------------------------------------------------ */
 
 PyObject *
@@ -27,9 +58,7 @@ arl_batch_pad(arl_state_t *state, const arl_nested_t *input, const arl_batch_lay
         .truncate = truncate,
     };
     arl_error_t err = ARL_ERROR_INIT;
-    PyThreadState *saved;
-    arl_view_t out;
-    PyObject *result;
+    output_t out;
 
     if (input->rows != layout->rows) {
         return arl_raise_format(state, ARL_ERR_PAYLOAD, "pad_prompt_response",
@@ -39,20 +68,14 @@ arl_batch_pad(arl_state_t *state, const arl_nested_t *input, const arl_batch_lay
     if (arl_pad_check(&job, key, &err) != ARL_OK) {
         return arl_raise(state, &err);
     }
-    result = arl_tensor_new(state, input->values.kind, values->dtype, 2,
-                            (int64_t[]){input->rows, job.prompt_width + job.response_width}, &out);
-    if (result == NULL) {
-        return NULL;
-    }
     memcpy(job.fill, fill, values->itemsize);
-    job.out = out.data;
-    if (arl_batch_begin(state, arl_view_nbytes(&out), &saved) < 0) {
-        Py_DECREF(result);
+    if (output_begin(state, input->values.kind, values->dtype, 2,
+                     (int64_t[]){input->rows, job.prompt_width + job.response_width}, &out) < 0) {
         return NULL;
     }
+    job.out = out.view.data;
     arl_pad_run(&job);
-    arl_batch_end(saved);
-    return result;
+    return output_end(&out);
 }
 
 /* ---- dense to left-padded -------------------------------------------------------------------- */
@@ -90,23 +113,15 @@ left_pad_new(arl_state_t *state, const arl_tensor_t *tensor, const arl_matrix_t 
              int64_t width)
 {
     arl_left_pad_job_t job = {.in = *matrix, .width = width};
-    PyThreadState *saved;
-    PyObject *result;
-    arl_view_t out;
+    output_t out;
 
-    result = arl_tensor_new(state, tensor->kind, tensor->view.dtype, 2,
-                            (int64_t[]){matrix->rows, width}, &out);
-    if (result == NULL) {
+    if (output_begin(state, tensor->kind, tensor->view.dtype, 2, (int64_t[]){matrix->rows, width},
+                     &out) < 0) {
         return NULL;
     }
-    job.out = out.data;
-    if (arl_batch_begin(state, arl_view_nbytes(&out), &saved) < 0) {
-        Py_DECREF(result);
-        return NULL;
-    }
+    job.out = out.view.data;
     arl_left_pad_run(&job);
-    arl_batch_end(saved);
-    return result;
+    return output_end(&out);
 }
 
 PyObject *
@@ -186,25 +201,17 @@ static PyObject *
 jagged_values(arl_state_t *state, const arl_tensor_t *dense, arl_unpad_job_t *job, int64_t total)
 {
     arl_error_t err = ARL_ERROR_INIT;
-    PyThreadState *saved;
-    PyObject *values;
-    arl_view_t out;
+    output_t out;
 
     if (arl_unpad_check(job, "dense", &err) != ARL_OK) {
         return arl_raise(state, &err);
     }
-    values = arl_tensor_new(state, dense->kind, dense->view.dtype, 1, &total, &out);
-    if (values == NULL) {
+    if (output_begin(state, dense->kind, dense->view.dtype, 1, &total, &out) < 0) {
         return NULL;
     }
-    job->out = out.data;
-    if (arl_batch_begin(state, arl_view_nbytes(&out), &saved) < 0) {
-        Py_DECREF(values);
-        return NULL;
-    }
+    job->out = out.view.data;
     arl_unpad_run(job);
-    arl_batch_end(saved);
-    return values;
+    return output_end(&out);
 }
 
 static PyObject *
@@ -213,7 +220,7 @@ make_jagged(arl_state_t *state, const arl_tensor_t *dense, const arl_matrix_t *m
 {
     arl_unpad_job_t job = {.in = *matrix, .offsets = like->offsets};
     PyObject *result = NULL;
-    int64_t *spans; /* starts, then lengths */
+    int64_t *starts;
 
     if (like->rows != matrix->rows) {
         return arl_raise_format(state, ARL_ERR_PAYLOAD, "make_jagged",
@@ -227,20 +234,18 @@ make_jagged(arl_state_t *state, const arl_tensor_t *dense, const arl_matrix_t *m
                                 "not; pass both in one form",
                                 key);
     }
-    spans = PyMem_New(int64_t, 2 * (size_t)matrix->rows + 1);
-    if (spans == NULL) {
-        return PyErr_NoMemory();
+    starts = arl_batch_mask_spans(state, attention_mask, matrix->rows, matrix->width);
+    if (starts == NULL) {
+        return NULL;
     }
-    job.starts = spans;
-    job.lengths = spans + matrix->rows;
-    if (arl_batch_mask_spans(state, attention_mask, matrix->rows, matrix->width, spans,
-                             spans + matrix->rows) == 0 &&
-        jagged_check_rows(state, like, job.lengths) == 0) {
+    job.starts = starts;
+    job.lengths = starts + matrix->rows;
+    if (jagged_check_rows(state, like, job.lengths) == 0) {
         result = jagged_wrap(state, dense->kind,
                              jagged_values(state, dense, &job, like->offsets[like->rows]),
                              like->offsets_object);
     }
-    PyMem_Free(spans);
+    PyMem_Free(starts);
     return result;
 }
 
@@ -272,21 +277,13 @@ static PyObject *
 shifted_values(arl_state_t *state, const arl_tensor_t *values)
 {
     const arl_view_t *in = &values->view;
-    PyThreadState *saved;
-    PyObject *result;
-    arl_view_t out;
+    output_t out;
 
-    result = arl_tensor_new(state, values->kind, in->dtype, 1, in->shape, &out);
-    if (result == NULL) {
+    if (output_begin(state, values->kind, in->dtype, 1, in->shape, &out) < 0) {
         return NULL;
     }
-    if (arl_batch_begin(state, arl_view_nbytes(&out), &saved) < 0) {
-        Py_DECREF(result);
-        return NULL;
-    }
-    arl_shift_predict_next_run(in->data, in->strides[0], out.data, in->itemsize, in->shape[0]);
-    arl_batch_end(saved);
-    return result;
+    arl_shift_predict_next_run(in->data, in->strides[0], out.view.data, in->itemsize, in->shape[0]);
+    return output_end(&out);
 }
 
 PyObject *

@@ -51,10 +51,11 @@ arl_batch_jagged(const arl_nested_t *nested)
 int arl_batch_nested_import(arl_state_t *state, PyObject *object, const char *key,
                             arl_nested_t *out_p);
 
-/* First one and number of ones of each row of a dense 0/1 mask (arl_mask_spans) with `rows` rows
- * and, unless it is -1, `width` columns. `starts` and `lengths` have room for `rows`. */
-int arl_batch_mask_spans(arl_state_t *state, PyObject *attention_mask, int64_t rows, int64_t width,
-                         int64_t *starts, int64_t *lengths);
+/* Where the ones of each row of a dense 0/1 mask begin and how many there are (arl_mask_spans). The
+ * mask must have `rows` rows and, unless it is -1, `width` columns. A new PyMem array: `rows`
+ * starts, then `rows` lengths. */
+int64_t *arl_batch_mask_spans(arl_state_t *state, PyObject *attention_mask, int64_t rows,
+                              int64_t width);
 
 /* `pad_value` as one element of `dtype`: PayloadError when it is None, of another kind or does not
  * fit. Writes arl_dtype_size(dtype) bytes. */

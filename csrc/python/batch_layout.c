@@ -117,20 +117,20 @@ read_length(arl_state_t *state, PyObject *item, const char *key, int64_t index, 
 static int
 side_read_sequence(arl_state_t *state, PyObject *object, const char *key, side_t *side)
 {
-    PyObject *items = PySequence_Fast(object, "expected a list of lengths");
+    PyObject *items = PySequence_Tuple(object); /* a copy: an __index__ may change the list */
     int status = -1;
 
     if (items == NULL) {
         return -1;
     }
     side->form = SIDE_LENGTHS;
-    side->rows = PySequence_Fast_GET_SIZE(items);
+    side->rows = PyTuple_GET_SIZE(items);
     side->lengths = lengths_new(side->rows);
     if (side->lengths == NULL) {
         goto release_items;
     }
     for (int64_t i = 0; i < side->rows; i++) {
-        PyObject *item = PySequence_Fast_GET_ITEM(items, i); /* borrowed from items */
+        PyObject *item = PyTuple_GET_ITEM(items, i); /* borrowed from items */
 
         if (read_length(state, item, key, i, &side->lengths[i]) < 0) {
             goto release_items;
@@ -273,30 +273,32 @@ mask_import(arl_state_t *state, PyObject *object, int64_t rows, int64_t width, a
     return -1;
 }
 
-int
-arl_batch_mask_spans(arl_state_t *state, PyObject *attention_mask, int64_t rows, int64_t width,
-                     int64_t *starts, int64_t *lengths)
+int64_t *
+arl_batch_mask_spans(arl_state_t *state, PyObject *attention_mask, int64_t rows, int64_t width)
 {
     arl_error_t err = ARL_ERROR_INIT;
     arl_tensor_t mask = {0};
     PyThreadState *saved;
-    arl_status_t status;
+    int64_t *spans = NULL;
 
     if (mask_import(state, attention_mask, rows, width, &mask) < 0) {
-        return -1;
+        return NULL;
     }
-    if (arl_batch_begin(state, arl_view_nbytes(&mask.view), &saved) < 0) {
-        arl_tensor_release(&mask);
-        return -1;
+    spans = lengths_new(2 * rows);
+    if (spans == NULL || arl_batch_begin(state, arl_view_nbytes(&mask.view), &saved) < 0) {
+        goto release_mask;
     }
-    status = arl_mask_spans(&mask.view, "attention_mask", starts, lengths, &err);
+    (void)arl_mask_spans(&mask.view, "attention_mask", spans, spans + rows, &err);
     arl_batch_end(saved);
-    arl_tensor_release(&mask);
-    if (status != ARL_OK) {
-        (void)arl_raise(state, &err);
-        return -1;
+    if (err.code == ARL_OK) {
+        arl_tensor_release(&mask);
+        return spans;
     }
-    return 0;
+    (void)arl_raise(state, &err);
+release_mask:
+    PyMem_Free(spans);
+    arl_tensor_release(&mask);
+    return NULL;
 }
 
 /* Dense form: fills both lengths of `layout` from the mask. */
@@ -304,58 +306,54 @@ static int
 layout_from_mask(arl_state_t *state, PyObject *attention_mask, int64_t prompt_width, int64_t width,
                  arl_batch_layout_t *layout)
 {
-    int64_t *starts = lengths_new(layout->rows), *lengths = lengths_new(layout->rows);
+    int64_t *const starts = arl_batch_mask_spans(state, attention_mask, layout->rows, width);
     arl_error_t err = ARL_ERROR_INIT;
-    int status = -1;
 
+    if (starts == NULL) {
+        return -1;
+    }
     layout->prompt_lengths = lengths_new(layout->rows);
     layout->response_lengths = lengths_new(layout->rows);
-    if (starts == NULL || lengths == NULL || layout->prompt_lengths == NULL ||
-        layout->response_lengths == NULL ||
-        arl_batch_mask_spans(state, attention_mask, layout->rows, width, starts, lengths) < 0) {
-        goto free_spans;
+    if (layout->prompt_lengths == NULL || layout->response_lengths == NULL) {
+        PyMem_Free(starts);
+        return -1;
     }
-    if (arl_mask_split(starts, lengths, layout->rows, prompt_width, "attention_mask",
-                       layout->prompt_lengths, layout->response_lengths, &err) != ARL_OK) {
-        (void)arl_raise(state, &err);
-        goto free_spans;
-    }
-    status = 0;
-free_spans:
-    PyMem_Free(lengths);
+    (void)arl_mask_split(starts, starts + layout->rows, layout->rows, prompt_width,
+                         "attention_mask", layout->prompt_lengths, layout->response_lengths, &err);
     PyMem_Free(starts);
-    return status;
+    if (err.code != ARL_OK) {
+        (void)arl_raise(state, &err);
+        return -1;
+    }
+    return 0;
 }
 
 /* Other forms: the mask is not needed, but where it is given it must not contradict. */
 static int
 layout_check_mask(arl_state_t *state, PyObject *attention_mask, const arl_batch_layout_t *layout)
 {
-    int64_t *starts = lengths_new(layout->rows), *lengths = lengths_new(layout->rows);
-    int status = -1;
+    int64_t *const starts = arl_batch_mask_spans(state, attention_mask, layout->rows, -1);
+    const int64_t *ones;
+    int64_t row = 0;
 
-    if (starts == NULL || lengths == NULL ||
-        arl_batch_mask_spans(state, attention_mask, layout->rows, -1, starts, lengths) < 0) {
-        goto free_spans;
+    if (starts == NULL) {
+        return -1;
     }
-    for (int64_t row = 0; row < layout->rows; row++) {
-        const int64_t prompt = layout->prompt_lengths[row];
-        const int64_t response = layout->response_lengths[row];
-
-        if (prompt > lengths[row] || response != lengths[row] - prompt) {
-            (void)arl_raise_format(state, ARL_ERR_PAYLOAD, "read mask",
-                                   "attention_mask: row %lld has %lld ones, but its prompt has "
-                                   "%lld elements and its response %lld",
-                                   (long long)row, (long long)lengths[row], (long long)prompt,
-                                   (long long)response);
-            goto free_spans;
-        }
+    ones = starts + layout->rows;
+    while (row < layout->rows && layout->prompt_lengths[row] <= ones[row] &&
+           layout->response_lengths[row] == ones[row] - layout->prompt_lengths[row]) {
+        row++;
     }
-    status = 0;
-free_spans:
-    PyMem_Free(lengths);
+    if (row < layout->rows) {
+        (void)arl_raise_format(state, ARL_ERR_PAYLOAD, "read mask",
+                               "attention_mask: row %lld has %lld ones, but its prompt has %lld "
+                               "elements and its response %lld",
+                               (long long)row, (long long)ones[row],
+                               (long long)layout->prompt_lengths[row],
+                               (long long)layout->response_lengths[row]);
+    }
     PyMem_Free(starts);
-    return status;
+    return row < layout->rows ? -1 : 0;
 }
 
 /* ---- both sides together --------------------------------------------------------------------- */
