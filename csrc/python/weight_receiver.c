@@ -296,25 +296,20 @@ static PyObject *
 pull_bytes(arl_state_t *state, arl_weight_receiver_t *self, const Py_buffer *offer,
            arl_verify_t verify, double seconds)
 {
-    arl_error_t err = ARL_ERROR_INIT;
     arl_sync_stats_t stats;
-    arl_deadline_t deadline;
-    PyThreadState *thread;
+    arl_call_t call;
     arl_status_t status;
     bool fresh = false;
 
-    arl_deadline_start(&deadline, seconds);
     if (arl_weight_receiver_refresh(state, self) < 0 || check_destinations(state, self) < 0) {
         return NULL;
     }
-    thread = PyEval_SaveThread();
-    deadline.interrupted = arl_deadline_check_signals;
-    deadline.context = &thread;
-    status = arl_receiver_pull(&self->receiver, offer->buf, (size_t)offer->len, verify, &deadline,
-                               &stats, &fresh, &err);
-    PyEval_RestoreThread(thread);
+    arl_call_begin(&call, seconds);
+    status = arl_receiver_pull(&self->receiver, offer->buf, (size_t)offer->len, verify,
+                               &call.deadline, &stats, &fresh, &call.err);
+    arl_call_end(&call);
     if (status != ARL_OK) {
-        return arl_raise(state, &err);
+        return arl_raise(state, &call.err);
     }
     if (fresh) {
         arl_weight_receiver_log(state, self, stats.transport->name);
@@ -420,20 +415,6 @@ weight_receiver_close(PyObject *op, PyObject *unused)
 }
 
 static PyObject *
-weight_receiver_enter(PyObject *op, PyObject *unused)
-{
-    arl_weight_receiver_t *self = (arl_weight_receiver_t *)op;
-    arl_state_t *state = arl_state_from_type(Py_TYPE(op));
-
-    (void)unused;
-    if (state == NULL || arl_guard_enter(state, &self->guard, "__enter__") < 0) {
-        return NULL;
-    }
-    arl_guard_leave(&self->guard);
-    return Py_NewRef(op);
-}
-
-static PyObject *
 weight_receiver_exit(PyObject *op, PyObject *args)
 {
     (void)args;
@@ -455,13 +436,6 @@ weight_receiver_get_torn(PyObject *op, void *closure)
 {
     (void)closure;
     return PyBool_FromLong(((arl_weight_receiver_t *)op)->receiver.torn);
-}
-
-static PyObject *
-weight_receiver_get_closed(PyObject *op, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(((arl_weight_receiver_t *)op)->guard.closed);
 }
 
 /* ---- type ------------------------------------------------------------------------------------ */
@@ -574,7 +548,7 @@ static PyMethodDef weight_receiver_type_methods[] = {
     {"check", weight_receiver_check, METH_NOARGS, check_doc},
     {"live_mappings", weight_receiver_live_mappings, METH_NOARGS, live_mappings_doc},
     {"close", weight_receiver_close, METH_NOARGS, close_doc},
-    {"__enter__", weight_receiver_enter, METH_NOARGS, enter_doc},
+    {"__enter__", arl_guarded_enter, METH_NOARGS, enter_doc},
     {"__exit__", weight_receiver_exit, METH_VARARGS, exit_doc},
     {NULL, NULL, 0, NULL},
 };
@@ -584,7 +558,7 @@ static PyGetSetDef weight_receiver_getset[] = {
      "int or None: version of the last full pull; None before the first", NULL},
     {"torn", weight_receiver_get_torn, NULL,
      "bool: whether a pull failed after it had begun to write", NULL},
-    {"closed", weight_receiver_get_closed, NULL, "bool: whether close() was called", NULL},
+    {"closed", arl_guarded_get_closed, NULL, "bool: whether close() was called", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

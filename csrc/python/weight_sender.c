@@ -156,17 +156,14 @@ static PyObject *
 offer_bytes(arl_state_t *state, weight_sender_t *self, uint64_t version, void *stream,
             double seconds)
 {
-    arl_error_t err = ARL_ERROR_INIT;
-    arl_deadline_t deadline;
     arl_source_t *sources;
     uint8_t *bytes = NULL;
     size_t size = 0;
-    PyObject *result = NULL;
-    PyThreadState *thread;
+    PyObject *result;
+    arl_call_t call;
     arl_status_t status;
     bool changed;
 
-    arl_deadline_start(&deadline, seconds);
     if (arl_params_refresh(state, &self->params, ARL_ROLE_SENDER, &changed) < 0) {
         return NULL;
     }
@@ -174,15 +171,13 @@ offer_bytes(arl_state_t *state, weight_sender_t *self, uint64_t version, void *s
     if (sources == NULL) {
         return NULL;
     }
-    thread = PyEval_SaveThread();
-    deadline.interrupted = arl_deadline_check_signals;
-    deadline.context = &thread;
+    arl_call_begin(&call, seconds);
     status = arl_sender_offer(&self->sender, sources, (uint32_t)self->params.count, version, stream,
-                              &deadline, &bytes, &size, &err);
-    PyEval_RestoreThread(thread);
+                              &call.deadline, &bytes, &size, &call.err);
+    arl_call_end(&call);
     PyMem_Free(sources);
     if (status != ARL_OK) {
-        return arl_raise(state, &err);
+        return arl_raise(state, &call.err);
     }
     result = PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)size);
     free(bytes);
@@ -229,10 +224,8 @@ weight_sender_serve(PyObject *op, PyObject *args, PyObject *kwargs)
     weight_sender_t *self = (weight_sender_t *)op;
     PyObject *tensors = Py_None, *timeout = NULL;
     arl_state_t *state = arl_state_from_type(Py_TYPE(op));
-    arl_error_t err = ARL_ERROR_INIT;
     arl_sync_stats_t stats;
-    arl_deadline_t deadline;
-    PyThreadState *thread;
+    arl_call_t call;
     arl_status_t status;
     double seconds;
 
@@ -247,33 +240,24 @@ weight_sender_serve(PyObject *op, PyObject *args, PyObject *kwargs)
         return arl_raise_format(state, ARL_ERR_VALUE, "serve",
                                 "host_shm took the tensors at offer(); serve() takes none");
     }
-    arl_deadline_start(&deadline, seconds);
-    thread = PyEval_SaveThread();
-    deadline.interrupted = arl_deadline_check_signals;
-    deadline.context = &thread;
-    status = arl_sender_serve(&self->sender, NULL, &deadline, &stats, &err);
-    PyEval_RestoreThread(thread);
+    arl_call_begin(&call, seconds);
+    status = arl_sender_serve(&self->sender, NULL, &call.deadline, &stats, &call.err);
+    arl_call_end(&call);
     arl_guard_leave(&self->guard);
-    return status == ARL_OK ? arl_sync_stats_new(state, &stats) : arl_raise(state, &err);
+    return status == ARL_OK ? arl_sync_stats_new(state, &stats) : arl_raise(state, &call.err);
 }
 
-/* Ends the offer and, for close(), the sender. */
 static int
 end_offer(arl_state_t *state, weight_sender_t *self, double seconds)
 {
-    arl_error_t err = ARL_ERROR_INIT;
-    arl_deadline_t deadline;
-    PyThreadState *thread;
+    arl_call_t call;
     arl_status_t status;
 
-    arl_deadline_start(&deadline, seconds);
-    thread = PyEval_SaveThread();
-    deadline.interrupted = arl_deadline_check_signals;
-    deadline.context = &thread;
-    status = arl_sender_release(&self->sender, &deadline, &err);
-    PyEval_RestoreThread(thread);
+    arl_call_begin(&call, seconds);
+    status = arl_sender_release(&self->sender, &call.deadline, &call.err);
+    arl_call_end(&call);
     if (status != ARL_OK) {
-        (void)arl_raise(state, &err);
+        (void)arl_raise(state, &call.err);
         return -1;
     }
     return 0;
@@ -336,20 +320,6 @@ weight_sender_live_exports(PyObject *op, PyObject *unused)
 }
 
 static PyObject *
-weight_sender_enter(PyObject *op, PyObject *unused)
-{
-    weight_sender_t *self = (weight_sender_t *)op;
-    arl_state_t *state = arl_state_from_type(Py_TYPE(op));
-
-    (void)unused;
-    if (state == NULL || arl_guard_enter(state, &self->guard, "__enter__") < 0) {
-        return NULL;
-    }
-    arl_guard_leave(&self->guard);
-    return Py_NewRef(op);
-}
-
-static PyObject *
 weight_sender_exit(PyObject *op, PyObject *args)
 {
     (void)args;
@@ -363,13 +333,6 @@ weight_sender_get_version(PyObject *op, void *closure)
 
     (void)closure;
     return epoch == 0 ? Py_NewRef(Py_None) : PyLong_FromUnsignedLongLong(epoch);
-}
-
-static PyObject *
-weight_sender_get_closed(PyObject *op, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(((weight_sender_t *)op)->guard.closed);
 }
 
 /* ---- type ------------------------------------------------------------------------------------ */
@@ -479,7 +442,7 @@ static PyMethodDef weight_sender_type_methods[] = {
      release_doc},
     {"close", weight_sender_close, METH_NOARGS, close_doc},
     {"live_exports", weight_sender_live_exports, METH_NOARGS, live_exports_doc},
-    {"__enter__", weight_sender_enter, METH_NOARGS, enter_doc},
+    {"__enter__", arl_guarded_enter, METH_NOARGS, enter_doc},
     {"__exit__", weight_sender_exit, METH_VARARGS, exit_doc},
     {NULL, NULL, 0, NULL},
 };
@@ -487,7 +450,7 @@ static PyMethodDef weight_sender_type_methods[] = {
 static PyGetSetDef weight_sender_getset[] = {
     {"version", weight_sender_get_version, NULL,
      "int or None: version of the last offer; None before the first", NULL},
-    {"closed", weight_sender_get_closed, NULL, "bool: whether close() was called", NULL},
+    {"closed", arl_guarded_get_closed, NULL, "bool: whether close() was called", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

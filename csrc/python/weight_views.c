@@ -77,9 +77,9 @@ typedef struct weight_views {
     double seconds;
     enum { VIEWS_NEW, VIEWS_OPEN, VIEWS_ENDED } phase;
     arl_session_t session; /* while open */
-    arl_deadline_t deadline;
-    mapping_t *mapping; /* while open */
-    uint32_t next;      /* tensor of the offer */
+    arl_call_t call;       /* the session's deadline is in it */
+    mapping_t *mapping;    /* while open */
+    uint32_t next;         /* tensor of the offer */
 } weight_views_t;
 
 typedef struct weight_view {
@@ -110,7 +110,6 @@ static void
 views_end(weight_views_t *self, const arl_error_t *reason)
 {
     self->phase = VIEWS_ENDED;
-    self->deadline.interrupted = NULL;
     mapping_drop(self->mapping); /* before the sender hears that this receiver is done */
     self->mapping = NULL;
     arl_receiver_end(&self->receiver->receiver, &self->session, reason);
@@ -120,19 +119,15 @@ views_end(weight_views_t *self, const arl_error_t *reason)
 static int
 views_begin(arl_state_t *state, weight_views_t *self, const Py_buffer *offer)
 {
-    arl_error_t err = ARL_ERROR_INIT;
-    PyThreadState *thread;
     arl_status_t status;
 
-    thread = PyEval_SaveThread();
-    self->deadline.interrupted = arl_deadline_check_signals;
-    self->deadline.context = &thread;
-    status = arl_receiver_begin(&self->receiver->receiver, offer->buf, (size_t)offer->len,
-                                self->verify, true, &self->deadline, &self->session, &err);
-    self->deadline.interrupted = NULL;
-    PyEval_RestoreThread(thread);
+    arl_call_begin(&self->call, self->seconds);
+    status =
+        arl_receiver_begin(&self->receiver->receiver, offer->buf, (size_t)offer->len, self->verify,
+                           true, &self->call.deadline, &self->session, &self->call.err);
+    arl_call_end(&self->call);
     if (status != ARL_OK) {
-        (void)arl_raise(state, &err);
+        (void)arl_raise(state, &self->call.err);
         return -1;
     }
     return 0;
@@ -163,7 +158,6 @@ weight_views_enter(PyObject *op, PyObject *unused)
         (void)PyErr_NoMemory();
         goto release_offer;
     }
-    arl_deadline_start(&self->deadline, self->seconds);
     if (arl_weight_receiver_refresh(state, receiver) < 0 || views_begin(state, self, &offer) < 0) {
         goto drop_mapping;
     }

@@ -431,6 +431,44 @@ arl_guard_leave(arl_guard_t *guard)
     guard->busy = NULL;
 }
 
+PyObject *
+arl_guarded_enter(PyObject *op, PyObject *unused)
+{
+    arl_guard_t *guard = &((arl_guarded_t *)op)->guard;
+    arl_state_t *state = arl_state_from_type(Py_TYPE(op));
+
+    (void)unused;
+    if (state == NULL || arl_guard_enter(state, guard, "__enter__") < 0) {
+        return NULL;
+    }
+    arl_guard_leave(guard);
+    return Py_NewRef(op);
+}
+
+PyObject *
+arl_guarded_get_closed(PyObject *op, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(((arl_guarded_t *)op)->guard.closed);
+}
+
+void
+arl_call_begin(arl_call_t *call, double seconds)
+{
+    call->err = (arl_error_t)ARL_ERROR_INIT;
+    arl_deadline_start(&call->deadline, seconds);
+    call->deadline.interrupted = arl_deadline_check_signals;
+    call->deadline.context = &call->thread;
+    call->thread = PyEval_SaveThread();
+}
+
+void
+arl_call_end(arl_call_t *call)
+{
+    PyEval_RestoreThread(call->thread);
+    call->deadline.interrupted = NULL;
+}
+
 int
 arl_seconds(PyObject *value, double fallback, double *seconds_p)
 {

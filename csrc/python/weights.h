@@ -6,6 +6,8 @@
 #include "python/tensor.h"
 
 #include "core/arl_deadline.h"
+#include "core/arl_status.h"
+
 #include "transport/arl_transport.h"
 
 #include <stdbool.h>
@@ -61,11 +63,31 @@ typedef struct arl_guard {
     const char *busy; /* the method that is running without the GIL, or NULL */
 } arl_guard_t;
 
+/* How a guarded object begins, so that these three serve all of them. */
+typedef struct arl_guarded {
+    PyObject_HEAD
+    arl_guard_t guard;
+} arl_guarded_t;
+
+PyObject *arl_guarded_enter(PyObject *self, PyObject *unused); /* __enter__ */
+PyObject *arl_guarded_get_closed(PyObject *self, void *closure);
+
 void arl_guard_init(arl_guard_t *guard, const char *type);
 /* 0, or -1 with ClosedError, WrongProcessError or RuntimeError. */
 int arl_guard_enter(arl_state_t *state, arl_guard_t *guard, const char *method);
 void arl_guard_leave(arl_guard_t *guard);
 bool arl_guard_forked(const arl_guard_t *guard);
+
+/* A call that runs without the GIL under a deadline: begin, the work, end. Ctrl-C is looked for
+ * whenever the work waits. */
+typedef struct arl_call {
+    arl_deadline_t deadline;
+    arl_error_t err;
+    PyThreadState *thread;
+} arl_call_t;
+
+void arl_call_begin(arl_call_t *call, double seconds); /* with the GIL, which is then released */
+void arl_call_end(arl_call_t *call);                   /* takes it again */
 
 /* Seconds from a number; NULL or None gives `fallback`. Negative and not finite are refused: no
  * wait is without an end. */
