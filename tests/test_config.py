@@ -619,6 +619,11 @@ def test_wrong_values_say_what_to_do(line: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_switch_that_another_default_follows_may_be_wrong_itself() -> None:
+    message = refusal(config(remote_backend__zorro_train__enable="yes"))
+    assert "remote_backend.zorro_train.enable: wants true or false, found text 'yes'" in message
+
+
 def test_yamls_words_for_booleans_are_booleans_in_typed_fields() -> None:
     text = "remote_backend: {colocate: no, train: {load_balancer: off, zorro_train: {enable: yes}}}"
     remote = load_config(text=text)["remote_backend"]

@@ -17,7 +17,7 @@ from arctic_rl_c import ConfigError, load_config, load_yaml
 
 READER = ["tree", "literal", "yaml", "expr", "interp", "override", "json", "text", "status"]
 SCHEMA = ["config", "config_schema", "config_suggest", "config_check", "config_warn"]
-ROUNDS = 60_000
+ROUNDS = 30_000
 
 
 def documents() -> list[str]:

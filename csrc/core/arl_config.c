@@ -321,12 +321,13 @@ arctic_default(const arl_normalizer_t *n, const arl_field_t *field, arl_node_t *
     const char *path = field->path, *from = NULL, *literal = field->fallback;
     const arl_node_t *other;
 
-    if (n->seed && strcmp(path, "train.load_balancer") == 0) {
-        other = arl_node_at(
-            n->remote, arl_config_field_path(
-                           arl_config_field("train.zorro_train.enable", ARL_FORM_NESTED), n->form));
-        return literal_node(n->tree, other != NULL && other->as.boolean ? "true" : "false", node_p,
-                            n->err);
+    if (n->seed && strcmp(path, "train.load_balancer") == 0) { /* on exactly when ZoRRO is */
+        const arl_field_t *zorro = arl_config_field("train.zorro_train.enable", ARL_FORM_NESTED);
+
+        other = arl_node_at(n->remote, arl_config_field_path(zorro, n->form));
+        literal =
+            other != NULL && other->kind == ARL_NODE_BOOL && other->as.boolean ? "true" : "false";
+        return literal_node(n->tree, literal, node_p, n->err);
     }
     if (n->seed && field->seed_value != NULL) {
         literal = field->seed_value;
