@@ -22,9 +22,16 @@ config_dict(arl_state_t *state, PyObject *mapping, const char *operation)
         return Py_NewRef(mapping);
     }
     plain = arl_config_omegaconf_to_plain(mapping);
-    if (plain == NULL && !PyErr_Occurred() && PyMapping_Check(mapping) &&
-        PyObject_HasAttrString(mapping, "keys")) {
-        plain = PyObject_CallOneArg((PyObject *)&PyDict_Type, mapping);
+    if (plain == NULL && !PyErr_Occurred() && PyMapping_Check(mapping)) {
+        PyObject *keys = PyObject_GetAttrString(mapping, "keys"); /* what makes dict() take it */
+
+        if (keys != NULL) {
+            plain = PyObject_CallOneArg((PyObject *)&PyDict_Type, mapping);
+            Py_DECREF(keys);
+        }
+        else if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+        }
     }
     if (plain != NULL && !PyDict_Check(plain)) {
         Py_CLEAR(plain);

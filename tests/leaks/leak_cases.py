@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,6 +223,95 @@ def normalize_config() -> Case:
         refused(TypeError, core.normalize_config)
 
     return Case(call, (flat, nested, unknown))
+
+
+@case("normalize_config")
+def normalize_config_with_objects() -> Case:
+    class Thing:
+        pass
+
+    class Mapping:
+        def __init__(self, inner: dict[str, object]) -> None:
+            self.inner = inner
+
+        def keys(self) -> object:
+            return self.inner.keys()
+
+        def __getitem__(self, key: str) -> object:
+            return self.inner[key]
+
+    thing = Thing()
+    tree = {"mine": [thing, (1, 2.5), {"big": 2**80, "text": "é", 3: None}], "remote_backend": {}}
+    mapping, broken = Mapping(tree), Mapping({"remote_backend": {"nope": thing}})
+
+    def call() -> None:
+        assert core.normalize_config(mapping)["mine"][0] is thing
+        refused(core.ConfigError, core.normalize_config, broken)
+
+    return Case(call, (thing, tree, mapping, broken))
+
+
+@case("config_warnings", "config_schema")
+def config_tables() -> Case:
+    flat, nested = recorded_config("seed"), recorded_config("final")
+
+    def call() -> None:
+        core.config_warnings(flat)
+        assert core.config_warnings(nested)
+        refused(core.ConfigError, core.config_warnings, {"remote_backend": {"nope": 1}})
+        refused(TypeError, core.config_warnings, 7)
+        assert core.config_schema()["verl"]
+
+    return Case(call, (flat, nested))
+
+
+YAML = "base: &b {lr: 1e-6, many: [1, 0x10, ~, true]}\ncopy: {<<: *b, own: 'text'}\n"
+YAML += "ref: ${copy}\ntext: a ${base.lr}\nmade: '${oc.select:nope,[1, {a: b}]}'\n"
+BAD_YAML = (
+    "a: 1\na: 2\n",
+    "a: ${b}\nb: ${a}\n",
+    "a: [",
+    "a: !x 1\n",
+    "a: *x\n",
+    "\x01",
+    "a: ${f:1}",
+)
+
+
+@case("load_yaml")
+def load_yaml() -> Case:
+    def call() -> None:
+        assert core.load_yaml(YAML)["made"] == [1, {"a": "b"}]
+        core.load_yaml(text=YAML, resolve=False)
+        for text in BAD_YAML:
+            refused(core.ConfigError, core.load_yaml, text=text)
+        refused(OSError, core.load_yaml, "/nonexistent")
+        refused(TypeError, core.load_yaml)
+        refused(TypeError, core.load_yaml, text=3)
+
+    return Case(call)
+
+
+@case("load_config")
+def load_config() -> Case:
+    text = (
+        "remote_backend: {train: {zorro_train: {max_rollouts: '${actor_rollout_ref.rollout.n}'}}}\n"
+    )
+    overrides = ["actor_rollout_ref.rollout.n=4", "+mine={a:[1,'b c'],d:e}", "~mine.d", "++x=1"]
+    folder = Path(tempfile.mkdtemp())
+    path = str(folder / "run.yaml")  # a Path loses failed allocations in the interpreter
+    Path(path).write_text(text)
+
+    def call() -> None:
+        assert core.load_config(path, overrides)["mine"] == {"a": [1, "b c"]}
+        core.load_config(text)
+        for bad in ("mine.a=1", "+a=f(1)", "+a=1,2", "remote_backend.colocate=no", "", "~nope"):
+            refused(core.ConfigError, core.load_config, text, [bad])
+        refused(core.ConfigError, core.load_config, text="[1]")
+        refused(TypeError, core.load_config, text, "a=1")
+        refused(TypeError, core.load_config, text, [1])
+
+    return Case(call, (text, overrides), close=lambda: shutil.rmtree(folder))
 
 
 # ---- weights -------------------------------------------------------------------------------------
