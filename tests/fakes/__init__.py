@@ -14,6 +14,8 @@ FAKE_CUDA_NO_PTX/_IPC/_PEER  kernels do not load; no handle can be made; no peer
 FAKE_CUDA_MEMORY           bytes per device
 FAKE_CUDA_DRIVER_VERSION   as cuDriverGetVersion gives it
 FAKE_CUDA_SESSION          shared by the processes of one scenario; names their shared memory
+FAKE_NCCL_VERSION          as ncclGetVersion gives it
+FAKE_NCCL_REPORT_DEATH     1: a dead rank is a remote error; otherwise it is waited for, for ever
 
 `environment()` makes such an environment for a child process, `driver()` controls the fake in
 this one. Misuse (a double close, memory freed while another process has it mapped, a copy from
@@ -42,6 +44,7 @@ SHM = Path("/dev/shm")
 
 LIBRARIES = {
     "libfake_cuda.so": ("fake_cuda.c", "fake_memory.c", "fake_stream.c", "fake_kernels.c"),
+    "libfake_nccl.so": ("fake_nccl.c",),
 }
 INPUTS = ("csrc/transport/*.h", "csrc/transport/kernels/*", "csrc/core/arl_status.h")
 FLAGS = [
@@ -76,9 +79,9 @@ def build() -> Path:
         for library, sources in LIBRARIES.items():
             command = [*compiler, *FLAGS, f"-I{ROOT / 'csrc'}", "-o", f"{folder}/{library}"]
             command += [str(HERE / source) for source in sources]
-            command += [f"-L{folder}", "-Wl,-rpath,$ORIGIN", "-lrt", "-ldl"]
             if library != "libfake_cuda.so":
-                command.append("-lfake_cuda")
+                command += [f"-L{folder}", "-Wl,-rpath,$ORIGIN", "-lfake_cuda"]
+            command += ["-lrt", "-ldl"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if done.returncode != 0:
                 raise RuntimeError(f"cannot build {library}:\n{done.stderr[:4000]}")
@@ -105,10 +108,11 @@ def new_session() -> str:
 def environment(session: str, **settings: Any) -> dict[str, str]:
     """Return the variables that make a process use the fakes: FAKE_CUDA_<SETTING>=value."""
     folder = build()
-    values = {"ARCTIC_RL_C_CUDA_DRIVER": str(folder / "libfake_cuda.so")}
-    if (folder / "libfake_nccl.so").exists():
-        values["ARCTIC_RL_C_NCCL"] = str(folder / "libfake_nccl.so")
-    values["FAKE_CUDA_SESSION"] = session
+    values = {
+        "ARCTIC_RL_C_CUDA_DRIVER": str(folder / "libfake_cuda.so"),
+        "ARCTIC_RL_C_NCCL": str(folder / "libfake_nccl.so"),
+        "FAKE_CUDA_SESSION": session,
+    }
     for name, value in settings.items():
         values[f"FAKE_CUDA_{name.upper()}"] = str(value)
     return values
@@ -133,7 +137,8 @@ def misuse(session: str) -> str | None:
 
 def leftovers(session: str) -> list[str]:
     """Return the names of device memory that nobody freed (killed processes leave theirs)."""
-    return sorted(p.name for p in SHM.glob(f"{session}-*") if not p.name.endswith("-control"))
+    names = (path.name for path in SHM.glob(f"{session}-*"))
+    return sorted(name for name in names if "-control" not in name and "-nccl-" not in name)
 
 
 def clean(session: str) -> None:
@@ -217,6 +222,21 @@ class Driver:
     def live(self) -> dict[str, int]:
         """What is alive in this process, by kind."""
         return {kind: int(self.library.fake_cuda_live(i)) for i, kind in enumerate(LIVE)}
+
+    @functools.cached_property
+    def nccl(self) -> ctypes.CDLL:
+        """The fake NCCL of this process."""
+        library = ctypes.CDLL(str(build() / "libfake_nccl.so"))
+        library.fake_nccl_live.restype = ctypes.c_long
+        return library
+
+    def communicators(self) -> int:
+        """Communicators that are neither destroyed nor aborted."""
+        return int(self.nccl.fake_nccl_live())
+
+    def inject(self, error: int) -> None:
+        """Let the next question for an asynchronous NCCL error be answered with this one."""
+        self.nccl.fake_nccl_inject(error)
 
     def depth(self) -> int:
         """Contexts on this thread's stack."""

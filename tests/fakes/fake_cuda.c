@@ -262,6 +262,19 @@ fake_misuse(const char *format, ...)
     (void)fprintf(stderr, "fake CUDA: %s\n", text);
 }
 
+const char *
+fake_session(void)
+{
+    return fake_config.session;
+}
+
+/* A number that no other process of the session gets. */
+long long
+fake_serial(void)
+{
+    return atomic_fetch_add(&fake_control->serial, 1);
+}
+
 FAKE_EXPORT long fake_cuda_live(int what);
 FAKE_EXPORT long
 fake_cuda_live(int what)

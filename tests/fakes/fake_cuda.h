@@ -114,8 +114,10 @@ extern bool fake_initialised;
 extern pid_t fake_initialised_pid;
 
 /* Counts the call and returns the code to fail with, or 0. */
-int fake_fail_point(const char *name);
-void fake_misuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
+FAKE_EXPORT int fake_fail_point(const char *name);
+FAKE_EXPORT void fake_misuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
+FAKE_EXPORT const char *fake_session(void);
+FAKE_EXPORT long long fake_serial(void);
 
 /* The context on top of this thread's stack, or NULL. */
 struct arl_cu_context *fake_current(void);
