@@ -35,6 +35,9 @@ from typing import Any
 # some ten milliseconds after their work.
 PAUSE = 0.03
 
+# What else the machine was doing when the benchmark began.
+LOAD = os.getloadavg()[0]
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -112,6 +115,7 @@ def machine(gpu: bool = True) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "cpu": cpu_name(),
         "cores": cpu_count(),
+        "load_before": round(LOAD, 1),
         "l2": _cache(2),
         "l3": _cache(3),
         "memory_gib": round(memory),
