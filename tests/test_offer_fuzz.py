@@ -18,17 +18,6 @@ CORE = [
     *("offer", "names", "hash", "binding", "overlap"),
     *("plan", "dtype", "status", "threads", "view"),
 ]
-    "offer",
-    "names",
-    "hash",
-    "binding",
-    "overlap",
-    "plan",
-    "dtype",
-    "status",
-    "threads",
-    "view",
-]
 ROUNDS = 60_000
 
 SOURCES = [
