@@ -578,6 +578,10 @@ arl_node_where(const arl_tree_t *tree, const arl_node_t *node, char *out, size_t
     }
 }
 
+static arl_status_t tree_vfail(const arl_tree_t *tree, const arl_node_t *node, const char *path,
+                               arl_error_t *err, const char *format, va_list args)
+    __attribute__((format(printf, 5, 0)));
+
 static arl_status_t
 tree_vfail(const arl_tree_t *tree, const arl_node_t *node, const char *path, arl_error_t *err,
            const char *format, va_list args)
