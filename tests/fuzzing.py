@@ -41,8 +41,11 @@ def build(folder: Path, name: str, core: Iterable[str], flags: Iterable[str] = (
     return out
 
 
-def run(target: Path, rounds: int, inputs: Iterable[bytes]) -> None:
-    """Write the inputs beside the target and mutate them; the same way every time."""
+def run(target: Path, rounds: int, inputs: Iterable[bytes]) -> str:
+    """Write the inputs beside the target and mutate them, the same way every time.
+
+    Returns what it printed, which begins with the number of rounds.
+    """
     folder = target.parent / f"{target.name}-inputs"
     folder.mkdir()
     paths = []
@@ -55,7 +58,8 @@ def run(target: Path, rounds: int, inputs: Iterable[bytes]) -> None:
         [str(target), str(rounds), *paths], capture_output=True, text=True, timeout=280, env=env
     )
     assert done.returncode == 0, done.stderr
-    assert f"{rounds} rounds" in done.stdout
+    assert done.stdout.startswith(f"{rounds} rounds"), done.stdout
+    return done.stdout
 
 
 def libyaml_flags() -> list[str]:
