@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,14 +10,11 @@ import golden
 import wire_reference
 from arctic_rl_c import wire
 
-
-@functools.cache
-def frames() -> dict[str, Any]:
-    return json.loads((golden.FOLDER / "wire_golden.json").read_text())
+FRAMES = golden.wire_frames()
 
 
 def frame(name: str) -> bytes:
-    return bytes.fromhex(frames()[name])
+    return FRAMES[name]
 
 
 NESTED_SHAPES = {
@@ -109,7 +102,7 @@ SINGLE = [
 
 
 def test_all_recorded_frames_are_named_here() -> None:
-    assert sorted([*SINGLE, "chunks"]) == sorted(frames())
+    assert sorted([*SINGLE, "chunks"]) == sorted(FRAMES)
 
 
 @pytest.mark.parametrize("name", SINGLE)
@@ -125,14 +118,14 @@ def test_the_reference_agrees(name: str) -> None:
 
 
 def test_chunks_join_in_any_order() -> None:
-    chunks = [bytes.fromhex(text) for text in frames()["chunks"]]
+    chunks = FRAMES["chunks"]
     for order in (chunks, chunks[::-1], chunks[2:] + chunks[:2]):
         assert wire.decode_byte_chunks(order) == frame("chunk_source")
 
 
 def test_chunks_are_cut_as_recorded() -> None:
     """Equal but for the order of the two metadata keys, which the recording leaves to chance."""
-    recorded = [bytes.fromhex(text) for text in frames()["chunks"]]
+    recorded = FRAMES["chunks"]
     chunks = wire.encode_byte_chunks(
         frame("chunk_source"), 20000, "request", operation="fwd", chunk_group_id="g1"
     )

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of HTTP requests and answers: DSSST1 frames and JSON, for both ends.
+
+Bytes are read into one buffer of the announced size, which the decoded tensors then are views
+of, and written piece by piece, so a frame exists once on each side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+
+from arctic_rl_c import wire
+
+FRAME_TYPE = "application/octet-stream"
+JSON_TYPE = "application/json"
+
+#: Repeated unchanged when a request is sent again; the server then gives the first answer again.
+KEY_HEADER = "X-Arctic-Idempotency-Key"
+#: Which instance of a server the request is meant for.
+SERVER_HEADER = "X-Arctic-Server"
+
+_PIECE = 1 << 20
+_THREAD_FROM = 4 << 20  # encoding so many bytes takes long enough to be kept off the event loop
+
+
+class BodyTooLargeError(ValueError):
+    """A body is larger than its reader is willing to hold."""
+
+
+async def read_body(stream: aiohttp.StreamReader, length: int | None, limit: int) -> bytearray:
+    """The whole of a body.
+
+    Args:
+        stream: Where it comes from.
+        length: Its announced size, None when there was none.
+        limit: The largest size that is read.
+
+    Raises:
+        BodyTooLargeError: It is larger than `limit`, as announced or as found.
+    """
+    if length is not None and length > limit:
+        raise BodyTooLargeError(f"a body of {length} bytes; at most {limit} are read")
+    body = bytearray(length or 0)  # zero pages until they are written
+    done = 0
+    async for piece in stream.iter_any():
+        end = done + len(piece)
+        if end > limit:
+            raise BodyTooLargeError(f"a body of more than {limit} bytes")
+        body[done:end] = piece  # appends where nothing was announced
+        done = end
+    del body[done:]
+    return body
+
+
+async def pieces(body: bytes) -> AsyncIterator[memoryview]:
+    """A body in parts that the event loop writes one by one."""
+    view = memoryview(body)
+    for begin in range(0, len(view), _PIECE):
+        yield view[begin : begin + _PIECE]
+
+
+async def encode(obj: Any) -> bytes:
+    """`wire.dumps`, on a thread when that takes long."""
+    if _tensor_bytes(obj) < _THREAD_FROM:
+        return wire.dumps(obj)
+    return await asyncio.to_thread(wire.dumps, obj)
+
+
+def _tensor_bytes(value: Any) -> int:
+    """About how many bytes the tensors of an object hold."""
+    if isinstance(value, Mapping):
+        return sum(_tensor_bytes(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        # A list of token ids is long; only its first entries tell whether it holds tensors.
+        return sum(_tensor_bytes(item) for item in value[:64])
+    return int(getattr(value, "nbytes", 0))
+
+
+def to_json(obj: Any) -> bytes:
+    """JSON as Python writes it: NaN and infinities are literals."""
+    return json.dumps(obj).encode()
+
+
+def from_json(body: bytes | bytearray) -> Any:
+    """The reverse; an empty body is None.
+
+    Raises:
+        ValueError: The body is no JSON.
+    """
+    return json.loads(bytes(body)) if body else None
