@@ -159,3 +159,62 @@ arl_payload_plain(arl_state_t *state, PyObject *object, const char *key)
     Py_DECREF(attributes);
     return copy;
 }
+
+/* ---- copies of copies --------------------------------------------------------------------------
+ */
+
+static PyObject *
+renew_list(PyObject *list)
+{
+    PyObject *copy = PyList_New(PyList_GET_SIZE(list));
+
+    for (Py_ssize_t i = 0; copy != NULL && i < PyList_GET_SIZE(list); i++) {
+        /* borrowed from list, which nobody else has */
+        PyObject *item = arl_payload_renew(PyList_GET_ITEM(list, i));
+
+        if (item == NULL) {
+            Py_CLEAR(copy);
+            break;
+        }
+        PyList_SET_ITEM(copy, i, item);
+    }
+    return copy;
+}
+
+static PyObject *
+renew_dict(PyObject *dict)
+{
+    PyObject *copy = PyDict_Copy(dict), *key, *value;
+    Py_ssize_t place = 0;
+
+    /* borrowed from dict; of the copy only values change, so that it stays as it is */
+    while (copy != NULL && PyDict_Next(dict, &place, &key, &value)) {
+        PyObject *item;
+
+        if (!PyDict_CheckExact(value) && !PyList_CheckExact(value)) {
+            continue;
+        }
+        item = arl_payload_renew(value);
+        if (item == NULL || PyDict_SetItem(copy, key, item) < 0) {
+            Py_CLEAR(copy);
+        }
+        Py_XDECREF(item);
+    }
+    return copy;
+}
+
+PyObject *
+arl_payload_renew(PyObject *plain)
+{
+    PyObject *copy;
+
+    if (!PyDict_CheckExact(plain) && !PyList_CheckExact(plain)) {
+        return Py_NewRef(plain);
+    }
+    if (Py_EnterRecursiveCall(" while serialising a config")) {
+        return NULL;
+    }
+    copy = PyDict_CheckExact(plain) ? renew_dict(plain) : renew_list(plain);
+    Py_LeaveRecursiveCall();
+    return copy;
+}

@@ -143,6 +143,9 @@ PyObject *arl_payload_processing(arl_state_t *state, bool temperature, bool upda
 int arl_payload_rollout_n(arl_state_t *state, const arl_payload_request_t *request,
                           int64_t *rollout_n_p);
 
+/* A copy of what arl_payload_plain made, dicts and lists anew. */
+PyObject *arl_payload_renew(PyObject *plain);
+
 /* `object`'s attributes as JSON would give them back; {} for None. */
 PyObject *arl_payload_plain(arl_state_t *state, PyObject *object, const char *key);
 

@@ -294,13 +294,6 @@ count_tokens(arl_state_t *state, const update_t *update, int64_t begin, int64_t 
     return count;
 }
 
-/* actor_config and its like: dicts of plain values, a fresh one for every payload. */
-static PyObject *
-plain_again(arl_state_t *state, PyObject **config, bool last)
-{
-    return last ? Py_NewRef(*config) : arl_payload_plain(state, *config, "actor_config");
-}
-
 static PyObject *
 update_minibatch(arl_state_t *state, const arl_payload_request_t *request, update_t *update,
                  int64_t index)
@@ -318,8 +311,10 @@ update_minibatch(arl_state_t *state, const arl_payload_request_t *request, updat
     if (meta->batch_num_tokens == NULL || meta->rollout_is_weights == NULL) {
         return NULL;
     }
-    actor = plain_again(state, &meta->actor_config, last);
-    policy = actor == NULL ? NULL : plain_again(state, &meta->policy_loss_config, last);
+    actor = last ? Py_NewRef(meta->actor_config) : arl_payload_renew(meta->actor_config);
+    policy = actor == NULL ? NULL
+             : last        ? Py_NewRef(meta->policy_loss_config)
+                           : arl_payload_renew(meta->policy_loss_config);
     if (policy != NULL) {
         arl_payload_meta_t own = *meta; /* borrows all but the two dicts */
 
@@ -388,12 +383,12 @@ release_update:
     return payloads;
 }
 
-/* A config within meta anew: it holds plain values alone. */
+/* A config within meta anew. */
 static int
-meta_renew(arl_state_t *state, PyObject *meta, PyObject *key)
+meta_renew(PyObject *meta, PyObject *key)
 {
     PyObject *config = PyDict_GetItemWithError(meta, key); /* borrowed from meta, which we own */
-    PyObject *copy = config == NULL ? NULL : arl_payload_plain(state, config, "actor_config");
+    PyObject *copy = config == NULL ? NULL : arl_payload_renew(config);
     const int status = copy == NULL ? -1 : PyDict_SetItem(meta, key, copy);
 
     Py_XDECREF(copy);
@@ -409,8 +404,8 @@ arl_payload_copy(arl_state_t *state, PyObject *payload)
     PyObject *meta = PyDict_GetItemWithError(payload, state->names.meta); /* borrowed likewise */
 
     meta = PyDict_Copy(meta);
-    if (meta == NULL || meta_renew(state, meta, state->names.actor_config) < 0 ||
-        meta_renew(state, meta, state->names.policy_loss_config) < 0) {
+    if (meta == NULL || meta_renew(meta, state->names.actor_config) < 0 ||
+        meta_renew(meta, state->names.policy_loss_config) < 0) {
         Py_XDECREF(meta);
         return NULL;
     }
