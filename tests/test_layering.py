@@ -116,6 +116,23 @@ def test_borrowed_references_are_labelled(path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+#: Calls that take a failed allocation for "no such key"; arl_python.h has those that tell.
+SWALLOWING = re.compile(
+    r"\b(PyDict_GetItem|PyDict_GetItemString|PyObject_HasAttr|PyObject_HasAttrString|"
+    r"PyMapping_HasKey|PyMapping_HasKeyString)\s*\("
+)
+
+
+@pytest.mark.parametrize("path", csource.sources("python"), ids=by_path)
+def test_no_call_swallows_errors(path: Path) -> None:
+    wrong = [
+        f"{csource.relative(path)}:{number} {found.group(1)}"
+        for number, line in enumerate(csource.blank(path.read_text()).split("\n"), 1)
+        if (found := SWALLOWING.search(line))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("path", csource.sources("python"), ids=by_path)
 def test_nothing_leaves_a_section(path: Path) -> None:
     """No return, goto or Python call while the GIL is released, no exit from a critical section."""

@@ -48,11 +48,11 @@ PyDict_GetItemStringRef(PyObject *dict, const char *key, PyObject **result)
     return found;
 }
 
-/* As in 3.13: PyObject_HasAttrString would take a failed allocation for "no". */
+/* As in 3.13: PyObject_HasAttr would take a failed allocation for "no". */
 static inline int
-PyObject_HasAttrStringWithError(PyObject *object, const char *name)
+PyObject_HasAttrWithError(PyObject *object, PyObject *name)
 {
-    PyObject *attribute = PyObject_GetAttrString(object, name);
+    PyObject *attribute = PyObject_GetAttr(object, name);
 
     if (attribute != NULL) {
         Py_DECREF(attribute);
@@ -63,6 +63,16 @@ PyObject_HasAttrStringWithError(PyObject *object, const char *name)
     }
     PyErr_Clear();
     return 0;
+}
+
+static inline int
+PyObject_HasAttrStringWithError(PyObject *object, const char *name)
+{
+    PyObject *text = PyUnicode_FromString(name);
+    int found = text == NULL ? -1 : PyObject_HasAttrWithError(object, text);
+
+    Py_XDECREF(text);
+    return found;
 }
 
 static inline PyObject *

@@ -572,15 +572,18 @@ const arl_operation_kind_t arl_operation_single = {single_advance, single_descri
 static int
 reset_cache_advance(arl_operation_t *op, PyObject *answer, PyObject **next_p)
 {
-    PyObject *verdict = NULL;
+    bool refused = answer == Py_False;
 
-    if (answer == Py_False) {
-        verdict = Py_False;
+    if (answer != NULL && PyDict_Check(answer)) {
+        PyObject *verdict;
+
+        if (PyDict_GetItemStringRef(answer, "success", &verdict) < 0) {
+            return -1;
+        }
+        refused = verdict == Py_False;
+        Py_XDECREF(verdict);
     }
-    else if (answer != NULL && PyDict_Check(answer)) {
-        verdict = PyDict_GetItemString(answer, "success"); /* borrowed from answer */
-    }
-    if (verdict == Py_False) {
+    if (refused) {
         (void)arl_raise_format(op->state, ARL_ERR_UNAVAILABLE, op->name,
                                "%s: the server refused, as it does while requests are running; "
                                "its prefix cache may still hold what old weights computed",

@@ -14,16 +14,19 @@ static PyObject *
 entry_unwrap(arl_state_t *state, PyObject *value) /* steals value */
 {
     PyObject *inner;
-    int torch;
+    int tensor;
 
     if (value == Py_None || PyLong_Check(value) || PyFloat_Check(value) || PyUnicode_Check(value) ||
         PyTuple_Check(value) || PyList_Check(value) || PyDict_Check(value) ||
         PyArray_Check(value)) {
         return value;
     }
-    torch = arl_is_torch_tensor(state, value);
-    if (torch != 0 || PyObject_HasAttr(value, state->names.__dlpack__)) {
-        if (torch < 0) {
+    tensor = arl_is_torch_tensor(state, value);
+    if (tensor == 0) {
+        tensor = PyObject_HasAttrWithError(value, state->names.__dlpack__);
+    }
+    if (tensor != 0) {
+        if (tensor < 0) {
             Py_CLEAR(value);
         }
         return value;

@@ -73,7 +73,8 @@ is_tensor(arl_state_t *state, PyObject *object)
     }
     torch = arl_is_torch_tensor(state, object);
     /* The type is asked, since instances may invent attributes. */
-    return torch != 0 ? torch : PyObject_HasAttrString((PyObject *)Py_TYPE(object), "__dlpack__");
+    return torch != 0 ? torch
+                      : PyObject_HasAttrStringWithError((PyObject *)Py_TYPE(object), "__dlpack__");
 }
 
 static int
