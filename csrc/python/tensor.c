@@ -351,6 +351,7 @@ torch_import(arl_state_t *state, PyObject *object, const char *key, arl_status_t
 
 /* ---- NumPy import --------------------------------------------------------------------------- */
 
+/* ARL_DTYPE_NONE for a dtype that we lack, or with an exception set. */
 static arl_dtype_t
 numpy_dtype(PyArrayObject *array)
 {
@@ -371,7 +372,6 @@ numpy_dtype(PyArrayObject *array)
         }
     }
     Py_XDECREF(name);
-    PyErr_Clear();
     return dtype;
 }
 
@@ -406,7 +406,7 @@ numpy_import(arl_state_t *state, PyObject *object, const char *key, arl_status_t
 
     view.dtype = numpy_dtype_fast(array);
     if (view.dtype == ARL_DTYPE_NONE) {
-        PyObject *text = PyObject_Str((PyObject *)PyArray_DESCR(array));
+        PyObject *text = PyErr_Occurred() ? NULL : PyObject_Str((PyObject *)PyArray_DESCR(array));
 
         if (text != NULL) {
             const char *name = PyUnicode_AsUTF8(text);

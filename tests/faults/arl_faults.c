@@ -10,8 +10,10 @@
  */
 #include <Python.h>
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -20,6 +22,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <unwind.h>
 
 enum { FAULT_SYSTEM = 1, FAULT_PYTHON = 2 };
 
@@ -28,18 +31,23 @@ static atomic_int kinds_armed;
 static atomic_int fired;
 static pthread_t armed_thread;
 
-/* Python's allocators are watched on the arming thread alone: others' failures are not ours. */
+/* A place for a breakpoint: `break arl_faults_fire` shows which call was made to fail. */
+static __attribute__((noinline)) void
+arl_faults_fire(void)
+{
+    atomic_fetch_add(&fired, 1);
+}
+
 static int
 fails(int kind)
 {
-    if ((atomic_load(&kinds_armed) & kind) == 0 ||
-        (kind == FAULT_PYTHON && !pthread_equal(pthread_self(), armed_thread))) {
+    if ((atomic_load(&kinds_armed) & kind) == 0) {
         return 0;
     }
     if (atomic_fetch_sub(&countdown, 1) != 1) {
         return 0;
     }
-    atomic_fetch_add(&fired, 1);
+    arl_faults_fire();
     return 1;
 }
 
@@ -113,14 +121,107 @@ __wrap_open(const char *path, int flags, ...)
 
 /* ---- the interpreter's allocators ------------------------------------------------------------ */
 
+typedef struct range {
+    const char *begin, *end;
+} range_t;
+
 static PyMemAllocatorEx original[3];
+static range_t extension, eval_loop; /* this shared object; the interpreter's own loop */
+
+static int
+in_range(const range_t *range, const void *address)
+{
+    return (const char *)address >= range->begin && (const char *)address < range->end;
+}
+
+static int
+find_extension(struct dl_phdr_info *info, size_t size, void *unused)
+{
+    const char *here = (const char *)(uintptr_t)&find_extension;
+
+    (void)size;
+    (void)unused;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *header = &info->dlpi_phdr[i];
+        const char *begin = (const char *)(uintptr_t)(info->dlpi_addr + header->p_vaddr);
+        const range_t range = {begin, begin + header->p_memsz};
+
+        if (header->p_type == PT_LOAD && in_range(&range, here)) {
+            extension = range;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+typedef struct walk {
+    const void *caller;
+    int passed; /* the caller of the hook has been seen; nearer frames are this file's */
+    int found;
+} walk_t;
+
+static _Unwind_Reason_Code
+walk_frame(struct _Unwind_Context *context, void *argument)
+{
+    walk_t *walk = argument;
+    const void *at = (const void *)_Unwind_GetIP(context);
+
+    walk->passed |= at == walk->caller;
+    if (!walk->passed) {
+        return _URC_NO_REASON;
+    }
+    walk->found = in_range(&extension, at);
+    return walk->found || in_range(&eval_loop, at) ? _URC_NORMAL_STOP : _URC_NO_REASON;
+}
+
+static void
+find_ranges(void)
+{
+    void *loop = dlsym(RTLD_DEFAULT, "_PyEval_EvalFrameDefault");
+    walk_t walk = {0};
+    ElfW(Sym) * symbol;
+    Dl_info info;
+
+    (void)dl_iterate_phdr(find_extension, NULL);
+    if (loop != NULL && dladdr1(loop, &info, (void **)&symbol, RTLD_DL_SYMENT) != 0) {
+        eval_loop.begin = loop;
+        eval_loop.end = (const char *)loop + symbol->st_size;
+    }
+    (void)_Unwind_Backtrace(walk_frame, &walk); /* what it allocates, it allocates now */
+}
+
+/*
+ * Whether an allocation was asked for by csrc: its nearest caller is, below it only the API that
+ * it called. When the eval loop comes first it is Python code's own, whose error paths, some of
+ * them leaking, are not ours to test.
+ */
+static int
+from_csrc(const void *caller)
+{
+    walk_t walk = {.caller = caller};
+
+    if (!in_range(&extension, caller)) {
+        (void)_Unwind_Backtrace(walk_frame, &walk);
+        return walk.found;
+    }
+    return 1;
+}
+
+static int
+python_fails(const void *caller)
+{
+    return atomic_load(&countdown) > 0 && (atomic_load(&kinds_armed) & FAULT_PYTHON) != 0 &&
+           pthread_equal(pthread_self(), armed_thread) && from_csrc(caller) && fails(FAULT_PYTHON);
+}
+
+#define CALLER __builtin_return_address(0)
 
 static void *
 hook_malloc(void *context, size_t size)
 {
     PyMemAllocatorEx *next = context;
 
-    return fails(FAULT_PYTHON) ? NULL : next->malloc(next->ctx, size);
+    return python_fails(CALLER) ? NULL : next->malloc(next->ctx, size);
 }
 
 static void *
@@ -128,7 +229,7 @@ hook_calloc(void *context, size_t count, size_t size)
 {
     PyMemAllocatorEx *next = context;
 
-    return fails(FAULT_PYTHON) ? NULL : next->calloc(next->ctx, count, size);
+    return python_fails(CALLER) ? NULL : next->calloc(next->ctx, count, size);
 }
 
 static void *
@@ -136,7 +237,7 @@ hook_realloc(void *context, void *old, size_t size)
 {
     PyMemAllocatorEx *next = context;
 
-    return fails(FAULT_PYTHON) ? NULL : next->realloc(next->ctx, old, size);
+    return python_fails(CALLER) ? NULL : next->realloc(next->ctx, old, size);
 }
 
 static void
@@ -160,6 +261,7 @@ arl_faults_call(PyObject *callable, int kinds, long n)
     PyObject *result;
 
     if (original[0].malloc == NULL) {
+        find_ranges();
         for (int i = 0; i < 3; i++) {
             PyMemAllocatorEx hook = {&original[i], hook_malloc, hook_calloc, hook_realloc,
                                      hook_free};

@@ -8,6 +8,7 @@ works and the ones that are refused.
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import shutil
@@ -582,25 +583,53 @@ CLIENT_MEMBERS = [
 ]
 
 
-@case("ArcticRLClient", "Operation", *CLIENT_MEMBERS)
+OPERATIONS: dict[str, Callable[[core.ArcticRLClient, dict[str, object]], object]] = {
+    "compute_log_prob": lambda client, data: client.compute_log_prob(
+        data, pad_token_id=0, rollout_n=2, calculate_entropy=True
+    ),
+    "update_actor": lambda client, data: client.update_actor(
+        data, actor_config={}, pad_token_id=0, rollout_n=2
+    ),
+    "generate": lambda client, data: client.generate([1, 2]),
+    "sync_weights": lambda client, data: client.sync_weights(),
+    "save_checkpoint": lambda client, data: client.save_checkpoint("here", step=1),
+    "load_checkpoint": lambda client, data: client.load_checkpoint(path="here"),
+    "sleep_inference": lambda client, data: client.sleep_inference(),
+    "wake_up_inference": lambda client, data: client.wake_up_inference(["weights"]),
+    "reset_prefix_cache": lambda client, data: client.reset_prefix_cache(),
+    "destroy": lambda client, data: client.destroy(),
+}
+
+
+def client_operation(name: str) -> Case:
+    """One operation, in both generations, answered at once and after a turn of the loop."""
+    data = array_batch()
+    configs = [core.normalize_config(batch_config(v)) for v in ("seed", "final")]
+    transport = LoopTransport()
+    clients = [core.ArcticRLClient(transport, config) for config in configs]
+
+    def call() -> None:
+        for index, client in enumerate(clients):
+            for transport.turns in (0, 1):
+                if client.closed:
+                    clients[index] = client = core.ArcticRLClient(transport, configs[index])
+                run(OPERATIONS[name](client, data))
+
+    return Case(call, (data, transport, *configs))
+
+
+CASES |= {f"client_{name}": functools.partial(client_operation, name) for name in OPERATIONS}
+
+
+# Too many calls to fail each of them here: the operations have cases of their own above.
+@case("ArcticRLClient", "Operation", *CLIENT_MEMBERS, faults=False)
 def client() -> Case:
     data = array_batch()
     configs = [core.normalize_config(batch_config(v)) for v in ("seed", "final")]
     transport = LoopTransport()
 
     def operations(client: core.ArcticRLClient) -> list[object]:
-        return [
-            client.compute_log_prob(data, pad_token_id=0, rollout_n=2, calculate_entropy=True),
-            client.update_actor(data, actor_config={}, pad_token_id=0, rollout_n=2),
-            client.generate([1, 2]),
-            client.sync_weights(),
-            client.save_checkpoint("here", step=1),
-            client.load_checkpoint(path="here"),
-            client.sleep_inference(),
-            client.wake_up_inference(["weights"]),
-            client.reset_prefix_cache(),
-            client.destroy(),
-        ]
+        return [make(client, data) for make in OPERATIONS.values()]
 
     def one(config: dict[str, object]) -> None:
         client = core.ArcticRLClient(transport, config)
