@@ -92,13 +92,13 @@ typedef struct arl_offer {
     uint32_t senders;   /* that together hold the weights (nccl); 1 otherwise */
     uint32_t sender_rank;
     arl_peer_t sender;
-    arl_unit_t unit;                   /* the sender's device, for matching before any work */
-    char host[ARL_OFFER_HOST_MAX];     /* for messages */
-    char control[ARL_OFFER_HOST_MAX];  /* name of the control block; empty when there is none */
+    arl_unit_t unit;                     /* the sender's device, for matching before any work */
+    char host[ARL_OFFER_HOST_MAX];       /* for messages */
+    char control[ARL_OFFER_HOST_MAX];    /* name of the control block; empty when there is none */
     char fallback[ARL_OFFER_REASON_MAX]; /* why not the transport asked for; empty: it is */
-    uint8_t nonce[ARL_OFFER_ID_BYTES]; /* random, one for the life of a sender */
-    uint64_t epoch;                    /* grows with each offer of a sender; from 1 */
-    uint64_t layout_id;                /* arl_offer_layout_id(), checked when read */
+    uint8_t nonce[ARL_OFFER_ID_BYTES];   /* random, one for the life of a sender */
+    uint64_t epoch;                      /* grows with each offer of a sender; from 1 */
+    uint64_t layout_id;                  /* arl_offer_layout_id(), checked when read */
     uint32_t alloc_count;
     uint32_t tensor_count;
     arl_offer_alloc_t *allocs;

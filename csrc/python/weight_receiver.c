@@ -67,7 +67,7 @@ read_aliases(arl_weight_receiver_t *self, PyObject *aliases)
     if (aliases == Py_None) {
         return PyTuple_New(0);
     }
-    if (!PyDict_Check(aliases) && !PyObject_HasAttrString(aliases, "items")) {
+    if (!PyDict_Check(aliases) && PyObject_HasAttrStringWithError(aliases, "items") <= 0) {
         PyErr_Format(PyExc_TypeError, "WeightReceiver: aliases maps names to names, got %s",
                      arl_type_name(aliases));
         return NULL;

@@ -17,8 +17,8 @@
 
 #define FUZZ_NAME "fuzz_wire"
 #define FUZZ_WORDS                                                                                 \
-    "\"", "{", "}", "[", "]", "\\", "\\u", "0", "9", "null", "\"v\"", ", ", "\"dtype\"", ":", "-", ".",  \
-        "e", "\xc3", "\\ud83d", "\xff"
+    "\"", "{", "}", "[", "]", "\\", "\\u", "0", "9", "null", "\"v\"", ", ", "\"dtype\"", ":", "-", \
+        ".", "e", "\xc3", "\\ud83d", "\xff"
 /* Keeps the length field true, so that more of the rest is looked at. */
 #define FUZZ_EXTRA(input)                                                                          \
     do {                                                                                           \

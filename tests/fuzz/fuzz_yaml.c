@@ -21,9 +21,10 @@
 
 #define FUZZ_NAME "fuzz_yaml"
 #define FUZZ_WORDS                                                                                 \
-    "${", "}", "a", ": ", "\n", "\n  ", "- ", "[", "]", "{", "&x ", "*x", "<<: *x", "'", "\"", "|\n", \
-        "? ", "\\", "\x1e", "+a=", "~", "=", "oc.env:A,", "oc.select:", "oc.decode:", "???", "1e-6", \
-        "0x", "null", "true", "remote_backend", "use_zorro", ".", "\xff", "\xc3\xa9", "1:30"
+    "${", "}", "a", ": ", "\n", "\n  ", "- ", "[", "]", "{", "&x ", "*x", "<<: *x", "'", "\"",     \
+        "|\n", "? ", "\\", "\x1e", "+a=", "~", "=", "oc.env:A,",                                   \
+        "oc.select:", "oc.decode:", "???", "1e-6", "0x", "null", "true", "remote_backend",         \
+        "use_zorro", ".", "\xff", "\xc3\xa9", "1:30"
 #include "mutate.h"
 
 enum { SEPARATOR = 0x1e };
