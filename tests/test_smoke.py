@@ -145,7 +145,7 @@ def test_numbers_that_are_not_finite_fail_the_run(monkeypatch: pytest.MonkeyPatc
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert f"arctic_rl_c  {arctic_rl_c.__version__}" in shown and "torch" in shown
+    assert arctic_rl_c.__version__ in shown and "torch" in shown
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
