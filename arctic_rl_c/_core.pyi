@@ -219,6 +219,7 @@ class WeightSender:
         verify: _Verify = None,
         ring_bytes: int = 0,
         keep_mapped: bool = False,
+        device: Any = None,
     ) -> Self: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *exc_info: object) -> None: ...
@@ -234,9 +235,10 @@ class WeightSender:
     def release(self, *, timeout: float | None = None) -> None: ...
     def serve(
         self,
-        tensors: Iterable[tuple[str, Any]] | None = None,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         *,
         timeout: float | None = None,
+        stream: Any = None,
     ) -> SyncStats: ...
     @property
     def closed(self) -> bool: ...

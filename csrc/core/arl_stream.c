@@ -19,6 +19,46 @@ tensor_bytes(const arl_offer_tensor_t *tensor)
     return bytes;
 }
 
+static void
+dense_steps(const arl_offer_tensor_t *tensor, int64_t *steps)
+{
+    int64_t step = (int64_t)arl_dtype_size(tensor->dtype);
+
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        steps[i] = step;
+        step *= tensor->shape[i];
+    }
+}
+
+void
+arl_stream_place(arl_offer_t *offer)
+{
+    for (uint32_t i = 0; i < offer->tensor_count; i++) {
+        offer->tensors[i].alloc = ARL_OFFER_STREAMED;
+        offer->tensors[i].offset = 0;
+        dense_steps(&offer->tensors[i], offer->tensors[i].strides);
+    }
+}
+
+/* All that is cut and copied later relies on it. */
+static arl_status_t
+check_placed(const arl_offer_t *offer, arl_error_t *err)
+{
+    for (uint32_t i = 0; i < offer->tensor_count; i++) {
+        const arl_offer_tensor_t *tensor = &offer->tensors[i];
+        int64_t steps[ARL_VIEW_DIMS_MAX];
+
+        dense_steps(tensor, steps);
+        if (tensor->alloc != ARL_OFFER_STREAMED || tensor->offset != 0 ||
+            memcmp(steps, tensor->strides, (size_t)tensor->ndim * sizeof(steps[0])) != 0) {
+            return arl_error_set(err, ARL_ERR_SYNC, OPERATION,
+                                 "offer is not valid: tensor %u (%.*s) is not placed in the stream",
+                                 i, (int)tensor->name_length, tensor->name);
+        }
+    }
+    return ARL_OK;
+}
+
 static bool
 tensor_streamed(const arl_offer_t *offer, uint32_t index)
 {
@@ -98,6 +138,9 @@ arl_stream_init(const arl_offer_t *offer, int64_t chunk_bytes, arl_stream_t *str
         return arl_error_set(err, ARL_ERR_VALUE, OPERATION,
                              "chunks of %lld bytes; a positive multiple of %d is needed",
                              (long long)chunk_bytes, (int)ARL_STREAM_ALIGN);
+    }
+    if (check_placed(offer, err) != ARL_OK) {
+        return ARL_ERR_SYNC;
     }
     pieces = stream_walk(offer, &stream);
     stream.first_piece = calloc((size_t)stream.chunk_count + 1, sizeof(*stream.first_piece));

@@ -34,8 +34,12 @@ typedef struct arl_stream {
     uint32_t *next_alias; /* of each tensor, the next one with its bytes, or UINT32_MAX */
 } arl_stream_t;
 
-/* `chunk_bytes` is a positive multiple of ARL_STREAM_ALIGN. Zero-initialised a stream is empty,
- * and free is safe, also twice. */
+/* Sender: says of every tensor of an offer that is being made that it comes in the stream. */
+void arl_stream_place(arl_offer_t *offer);
+
+/* The offer's tensors must be placed so: that of an offer from elsewhere is checked, and
+ * ARL_ERR_SYNC otherwise. `chunk_bytes` is a positive multiple of ARL_STREAM_ALIGN.
+ * Zero-initialised a stream is empty, and free is safe, also twice. */
 arl_status_t arl_stream_init(const arl_offer_t *offer, int64_t chunk_bytes, arl_stream_t *stream_p,
                              arl_error_t *err);
 void arl_stream_free(arl_stream_t *stream);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "python/errors.h"
+#include "python/weight_feed.h"
 #include "python/weights.h"
 
 #include "transport/arl_sender.h"
@@ -69,13 +70,49 @@ read_options(weight_sender_t *self, PyObject *const *wishes, PyObject *transport
     return 0;
 }
 
+/* Tensors that come later will be on `device`, or where the first one that is there is. */
+static int
+place_specifications(arl_params_t *params, PyObject *device)
+{
+    long ordinal = 0;
+
+    if (device != Py_None) {
+        PyObject *index =
+            PyLong_Check(device) ? Py_NewRef(device) : PyObject_GetAttrString(device, "index");
+
+        if (index == NULL) {
+            return -1;
+        }
+        ordinal = PyLong_AsLong(index);
+        Py_DECREF(index);
+        if (ordinal < 0) {
+            if (!PyErr_Occurred()) {
+                PyErr_Format(PyExc_ValueError, "WeightSender: device=%ld", ordinal);
+            }
+            return -1;
+        }
+    }
+    for (Py_ssize_t i = 0; device == Py_None && i < params->count; i++) {
+        if (params->items[i].tensor.owner != NULL) {
+            ordinal = params->items[i].tensor.view.device_index;
+            break;
+        }
+    }
+    for (Py_ssize_t i = 0; i < params->count; i++) {
+        if (params->items[i].tensor.owner == NULL) {
+            params->items[i].tensor.view.device_index = (int)ordinal;
+        }
+    }
+    return 0;
+}
+
 static PyObject *
 weight_sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"params",     "cuda_ipc",    "low_memory", "transport",
                             "receivers",  "colocated",   "timeout",    "verify",
-                            "ring_bytes", "keep_mapped", NULL};
-    PyObject *params, *transport = Py_None, *timeout = NULL, *verify = NULL;
+                            "ring_bytes", "keep_mapped", "device",     NULL};
+    PyObject *params, *transport = Py_None, *timeout = NULL, *verify = NULL, *device = Py_None;
     PyObject *wishes[3] = {NULL, NULL, NULL};
     long receivers = 1;
     long long ring_bytes = 0;
@@ -85,9 +122,9 @@ weight_sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     weight_sender_t *self;
 
     if (state == NULL ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOOlOOOLp:WeightSender", names, &params,
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOOlOOOLpO:WeightSender", names, &params,
                                      &wishes[0], &wishes[1], &transport, &receivers, &wishes[2],
-                                     &timeout, &verify, &ring_bytes, &keep_mapped)) {
+                                     &timeout, &verify, &ring_bytes, &keep_mapped, &device)) {
         return NULL;
     }
     self = (weight_sender_t *)type->tp_alloc(type, 0);
@@ -101,7 +138,8 @@ weight_sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     self->sender.keep_mapped = keep_mapped != 0;
     if (read_options(self, wishes, transport, receivers, timeout, verify, ring_bytes) < 0 ||
-        arl_params_read(state, params, ARL_ROLE_SENDER, &self->params) < 0) {
+        arl_params_read(state, params, ARL_ROLE_SENDER, &self->params) < 0 ||
+        place_specifications(&self->params, device) < 0) {
         goto release;
     }
     if (self->params.count == 0) {
@@ -217,34 +255,52 @@ weight_sender_offer(PyObject *op, PyObject *args, PyObject *kwargs)
     return result;
 }
 
+/* The GIL is released for all of it; a feed takes it back for each tensor. */
 static PyObject *
-weight_sender_serve(PyObject *op, PyObject *args, PyObject *kwargs)
+serve_offer(arl_state_t *state, weight_sender_t *self, arl_weight_feed_t *feed, double seconds)
 {
-    static char *names[] = {"tensors", "timeout", NULL};
-    weight_sender_t *self = (weight_sender_t *)op;
-    PyObject *tensors = Py_None, *timeout = NULL;
-    arl_state_t *state = arl_state_from_type(Py_TYPE(op));
     arl_sync_stats_t stats;
     arl_call_t call;
     arl_status_t status;
+
+    if (feed != NULL) {
+        feed->thread = &call.thread;
+    }
+    arl_call_begin(&call, seconds);
+    status = arl_sender_serve(&self->sender, feed == NULL ? NULL : &feed->feed, &call.deadline,
+                              &stats, &call.err);
+    arl_call_end(&call);
+    return status == ARL_OK ? arl_sync_stats_new(state, &stats) : arl_raise(state, &call.err);
+}
+
+static PyObject *
+weight_sender_serve(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tensors", "timeout", "stream", NULL};
+    weight_sender_t *self = (weight_sender_t *)op;
+    PyObject *tensors = Py_None, *timeout = NULL, *stream = Py_None, *result = NULL;
+    arl_state_t *state = arl_state_from_type(Py_TYPE(op));
+    arl_weight_feed_t feed;
     double seconds;
 
     if (state == NULL ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "|O$O:serve", names, &tensors, &timeout) ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "|O$OO:serve", names, &tensors, &timeout,
+                                     &stream) ||
         arl_seconds(timeout, self->timeout, &seconds) < 0 ||
         arl_guard_enter(state, &self->guard, "serve") < 0) {
         return NULL;
     }
-    if (tensors != Py_None) { /* no transport that streams is there yet */
-        arl_guard_leave(&self->guard);
-        return arl_raise_format(state, ARL_ERR_VALUE, "serve",
-                                "host_shm took the tensors at offer(); serve() takes none");
+    if (tensors == Py_None) {
+        result = serve_offer(state, self, NULL, seconds);
     }
-    arl_call_begin(&call, seconds);
-    status = arl_sender_serve(&self->sender, NULL, &call.deadline, &stats, &call.err);
-    arl_call_end(&call);
+    else if (arl_weight_feed_open(state, tensors, &self->params, &feed) == 0) {
+        if (arl_stream_from(state, stream, &self->params, &feed.feed.stream) == 0) {
+            result = serve_offer(state, self, &feed, seconds);
+        }
+        arl_weight_feed_close(&feed);
+    }
     arl_guard_leave(&self->guard);
-    return status == ARL_OK ? arl_sync_stats_new(state, &stats) : arl_raise(state, &call.err);
+    return result;
 }
 
 static int
@@ -374,13 +430,14 @@ PyDoc_STRVAR(
     weight_sender_doc,
     "WeightSender(params, *, cuda_ipc=None, low_memory=None, transport=None, receivers=1,\n"
     "             colocated=None, timeout=60.0, verify=None, ring_bytes=0,\n"
-    "             keep_mapped=False)\n--\n\n"
+    "             keep_mapped=False, device=None)\n--\n\n"
     "The trainer's side of weight sync.\n\n"
     "params: mapping of name to tensor, or an iterable of pairs such as\n"
     "model.named_parameters(). Tensors of any strides and any fixed-width dtype, all in CPU\n"
     "memory or all in CUDA memory; several names may share memory (tied weights). They are\n"
     "held, not copied: offer() sends the values they have then, also after p.data was replaced.\n"
-    "For a transport that streams, a value may be (dtype, shape) of a tensor that comes later.\n\n"
+    "For a transport that streams, a value may be (dtype, shape) of a tensor that serve() is\n"
+    "given later, on `device` (an ordinal or torch.device; default: that of the others, or 0).\n\n"
     "cuda_ipc, low_memory: True, False, or None for whatever fits. colocated: whether the\n"
     "receivers share this GPU (or host). transport: one by name, host_shm, cuda_ipc, ring or\n"
     "nccl. What cannot be had is TransportUnavailableError, what contradicts itself ValueError,\n"
@@ -407,13 +464,16 @@ PyDoc_STRVAR(
 
 PyDoc_STRVAR(
     serve_doc,
-    "serve($self, /, tensors=None, *, timeout=None)\n--\n\n"
+    "serve($self, /, tensors=None, *, timeout=None, stream=None)\n--\n\n"
     "Wait until every receiver has finished with the offer; return SyncStats.\n\n"
-    "tensors: for transports that stream, an iterable of (name, tensor) in the order of the\n"
-    "parameters, of which each tensor is used until the next is asked for. None sends the\n"
-    "parameters themselves. Over host_shm there is nothing left to send: None is needed.\n\n"
+    "For a transport that streams (ring, nccl) this is what moves the bytes, so it runs at the\n"
+    "same time as pull(). tensors: an iterable of (name, tensor) in the order of the parameters,\n"
+    "for those that were announced as (dtype, shape): each is asked for when it is sent, and may\n"
+    "be freed when the next one is. stream: as in offer(), of these tensors.\n\n"
     "Raises PeerTimeoutError when one has not come or not finished in time, PeerLostError when\n"
-    "one died, WeightSyncError with what one reported; error.rank is its number.");
+    "one died, WeightSyncError with what one reported; error.rank is its number;\n"
+    "WeightMismatchError when `tensors` gives other names, dtypes or shapes than were offered,\n"
+    "and whatever the iterable itself raises.");
 
 PyDoc_STRVAR(release_doc,
              "release($self, /, *, timeout=None)\n--\n\n"

@@ -30,8 +30,6 @@ static const arl_transport_t *const transports[ARL_TRANSPORT_COUNT] = {
         .probe = field##_probe,                                                                    \
     }
 
-ARL_TRANSPORT_TO_COME(ring, ARL_TRANSPORT_RING, true, true,
-                      "leave low_memory out, and keep the parameters in CPU memory for host_shm");
 ARL_TRANSPORT_TO_COME(nccl, ARL_TRANSPORT_NCCL, true, false,
                       "on one machine, keep the parameters in CPU memory for host_shm");
 

@@ -84,11 +84,12 @@ typedef struct arl_import {
     int device_index;
 } arl_import_t;
 
-/* The tensors of a streaming sender, one after another in the order of the offer. `next` fills
- * the view of tensor `index`, which stays valid until the call for the next one. */
+/* The tensors of a streaming sender, one after another in the order of the offer, aliases left
+ * out. `next` fills the view of tensor `index`, which stays valid until the call for the next. */
 typedef struct arl_feed {
     arl_status_t (*next)(void *context, uint32_t index, arl_view_t *view_p, arl_error_t *err);
     void *context;
+    void *stream; /* CUstream that the caller makes the tensors on */
 } arl_feed_t;
 
 /* One pull, as a transport sees it. */

@@ -365,8 +365,10 @@ arl_cuda_pointer_query(const arl_cuda_api_t *api, const void *pointer, const cha
         sizeof(attributes) / sizeof(attributes[0]), attributes, data, (arl_cu_ptr_t)pointer);
 
     if (result != ARL_CUDA_SUCCESS) {
-        return arl_cuda_error_set(api, err, ARL_ERR_VALUE, result, "cuPointerGetAttributes",
-                                  "%s at 0x%" PRIxPTR, what, (uintptr_t)pointer);
+        /* A pointer that is none is the caller's fault; anything else is not. */
+        return arl_cuda_error_set(
+            api, err, result == ARL_CUDA_ERROR_INVALID_VALUE ? ARL_ERR_VALUE : ARL_ERR_SYNC, result,
+            "cuPointerGetAttributes", "%s at 0x%" PRIxPTR, what, (uintptr_t)pointer);
     }
     if (type != ARL_CUDA_MEMORY_DEVICE && managed == 0) {
         return arl_error_set(err, ARL_ERR_VALUE, "query pointer",

@@ -10,7 +10,9 @@
 #include "transport/arl_sender.h"
 #include "transport/arl_transport.h"
 #include "transport/cuda_copy.h"
+#include "transport/cuda_mapping.h"
 #include "transport/cuda_memory.h"
+#include "transport/cuda_offer.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -150,38 +152,6 @@ place_tensors(const arl_export_request_t *request, const arl_cuda_ranges_t *rang
     }
 }
 
-static arl_status_t
-add_checksums(const arl_export_request_t *request, const arl_cuda_engine_t *engine,
-              arl_offer_t *offer, arl_error_t *err)
-{
-    arl_view_t *views = malloc(((size_t)request->count + 1) * sizeof(*views));
-    uint64_t *sums = malloc(((size_t)request->count + 1) * sizeof(*sums));
-    int64_t count = 0;
-    arl_status_t status;
-
-    if (views == NULL || sums == NULL) {
-        status = arl_error_set(err, ARL_ERR_NOMEM, OFFER, "out of memory for %u checksums",
-                               request->count);
-        goto free_arrays;
-    }
-    for (uint32_t i = 0; i < request->count; i++) {
-        if (arl_offer_has_checksum(offer, i)) {
-            views[count++] = request->sources[i].view;
-        }
-    }
-    status = arl_cuda_checksum(engine, views, count, request->deadline, sums, err);
-    count = 0;
-    for (uint32_t i = 0; i < request->count && status == ARL_OK; i++) {
-        if (arl_offer_has_checksum(offer, i)) {
-            offer->tensors[i].checksum = sums[count++];
-        }
-    }
-free_arrays:
-    free(sums);
-    free(views);
-    return status;
-}
-
 /* Waits for what the caller has put on its stream, then sums what is to be verified. */
 static arl_status_t
 settle(const arl_export_request_t *request, int ordinal, const arl_cuda_ranges_t *ranges,
@@ -197,14 +167,8 @@ settle(const arl_export_request_t *request, int ordinal, const arl_cuda_ranges_t
     ARL_CHECK_GOTO(status, describe_allocations(ranges, &engine->device, offer, export, err),
                    release_engine);
     place_tensors(request, ranges, offer, export);
-    ARL_CHECK_GOTO(status, arl_cuda_engine_follow(engine, request->stream, err), release_engine);
-    ARL_CHECK_GOTO(status,
-                   arl_cuda_stream_wait(&engine->device, engine->stream, request->deadline, NULL,
-                                        NULL, "what the caller's stream held at offer()", err),
-                   release_engine);
-    if (request->verify != ARL_VERIFY_NONE) {
-        status = add_checksums(request, engine, offer, err);
-    }
+    ARL_CHECK_GOTO(status, arl_cuda_offer_settle(request, engine, err), release_engine);
+    status = arl_cuda_offer_checksums(request, engine, offer, err);
 release_engine:
     arl_cuda_engine_release(engine);
     return status;
@@ -258,38 +222,17 @@ cuda_destroy(arl_export_t *base, bool forked)
 
 /* ---- receiver ------------------------------------------------------------------------------- */
 
-/* An allocation of the sender, mapped here. */
-typedef struct mapping {
-    uint8_t handle[ARL_OFFER_HANDLE_BYTES];
-    uint64_t base_id;
-    uint64_t size;
-    const char *address; /* NULL: taken over by the next import */
-} mapping_t;
-
 typedef struct cuda_import {
     arl_import_t base;
     arl_cuda_engine_t *engine;
     arl_export_t *local; /* same process: its addresses, no mappings */
     arl_peer_t sender;   /* whose mappings these are */
     uint32_t count;
-    mapping_t *mappings;
+    arl_cuda_mapping_t *mappings;
     const char **addresses; /* base.bases points here */
     arl_cuda_plan_t *plan;
     uint64_t plan_serial;
 } cuda_import_t;
-
-static void
-unmap(const arl_cuda_engine_t *engine, mapping_t *mapping)
-{
-    if (mapping->address != NULL) {
-        const bool entered = arl_cuda_device_enter(&engine->device);
-
-        /* It fails when the context is broken, and then nothing is mapped any more. */
-        (void)engine->device.api->cuIpcCloseMemHandle((arl_cu_ptr_t)mapping->address);
-        arl_cuda_device_leave(&engine->device, entered);
-        mapping->address = NULL;
-    }
-}
 
 /* Closes all. What still runs must end first: a copy that failed half way, or timed out. Waits a
  * second for it, and otherwise gives mappings and tables up rather than block. */
@@ -311,7 +254,7 @@ import_free(cuda_import_t *import)
     }
     if (idle) {
         for (uint32_t i = 0; i < import->count; i++) {
-            unmap(import->engine, &import->mappings[i]);
+            arl_cuda_mapping_close(&import->engine->device, &import->mappings[i]);
         }
         arl_cuda_plan_free(import->plan);
     }
@@ -345,149 +288,14 @@ cuda_close(arl_import_t **import_io, bool keep)
     *import_io = NULL;
 }
 
-/* The device of everything that the plan writes to. */
-static arl_status_t
-find_destination(const arl_pull_t *pull, int *ordinal_p, arl_error_t *err)
-{
-    arl_cuda_ranges_t ranges = {0};
-    int ordinal = -1;
-    arl_status_t status = arl_cuda_load(&ranges.api, err);
-
-    for (int64_t i = 0; i < pull->plan->count && status == ARL_OK; i++) {
-        const arl_copy_t *copy = &pull->plan->copies[i];
-        const arl_offer_tensor_t *tensor = &pull->offer->tensors[copy->tensor];
-        arl_cuda_pointer_t info;
-        arl_view_t box = {
-            .data = copy->dst, .itemsize = (size_t)copy->run_bytes, .ndim = copy->ndim};
-
-        memcpy(box.shape, copy->count, sizeof(box.shape));
-        memcpy(box.strides, copy->dst_stride, sizeof(box.strides));
-        status = arl_cuda_ranges_find(&ranges, &box, tensor->name, tensor->name_length, &info, err);
-        if (status == ARL_OK && ordinal >= 0 && info.ordinal != ordinal) {
-            status = arl_error_set(err, ARL_ERR_VALUE, PULL,
-                                   "the parameters are on devices %d and %d (%.*s); use one "
-                                   "receiver for each device",
-                                   ordinal, info.ordinal, (int)tensor->name_length, tensor->name);
-        }
-        if (status == ARL_OK) {
-            ordinal = info.ordinal;
-        }
-    }
-    arl_cuda_ranges_free(&ranges);
-    *ordinal_p = ordinal;
-    return status;
-}
-
-/* Whether the receiver's device may read the sender's: it is the same one, or a peer. */
-static arl_status_t
-check_units(const arl_pull_t *pull, const arl_cuda_device_t *device, arl_error_t *err)
-{
-    char theirs[ARL_CUDA_UUID_TEXT], ours[ARL_CUDA_UUID_TEXT];
-    const arl_unit_t *unit = &pull->offer->unit;
-    arl_cuda_device_t peer = {0};
-    int can = 0;
-
-    for (uint32_t i = 0; i < pull->offer->alloc_count; i++) {
-        const arl_offer_alloc_t *alloc = &pull->offer->allocs[i];
-
-        if (alloc->kind != ARL_ALLOC_CUDA_IPC ||
-            memcmp(alloc->unit.uuid, unit->uuid, sizeof(unit->uuid)) != 0) {
-            return arl_error_set(err, ARL_ERR_SYNC, PULL,
-                                 "offer is not valid: allocation %u is not GPU memory of the "
-                                 "sender's device",
-                                 i);
-        }
-    }
-    if (memcmp(unit->uuid, device->uuid, sizeof(unit->uuid)) == 0) {
-        return ARL_OK;
-    }
-    if (arl_cuda_device_open_uuid(unit->uuid, &peer, NULL) == ARL_OK) {
-        if (device->api->cuDeviceCanAccessPeer(&can, device->device, peer.device) !=
-            ARL_CUDA_SUCCESS) {
-            can = 0;
-        }
-        arl_cuda_device_close(&peer);
-    }
-    if (can) {
-        return ARL_OK;
-    }
-    arl_cuda_uuid_text(unit->uuid, theirs);
-    arl_cuda_uuid_text(device->uuid, ours);
-    return arl_error_set(err, ARL_ERR_UNAVAILABLE, PULL,
-                         "the offer is of memory on %s (device %d of %s), the parameters here are "
-                         "on %s (device %d), which cannot read it: the other device is not visible "
-                         "in this process (CUDA_VISIBLE_DEVICES), or there is no peer access "
-                         "between them; put both on one GPU, or use nccl",
-                         theirs, unit->index, pull->offer->host, ours, device->ordinal);
-}
-
-static arl_status_t
-map_error(const arl_pull_t *pull, const arl_cuda_device_t *device, uint32_t index,
-          arl_cu_result_t result, arl_error_t *err)
-{
-    const arl_offer_alloc_t *alloc = &pull->offer->allocs[index];
-
-    if (pull->control != NULL) { /* the usual reason: the sender is gone, or has ended the offer */
-        arl_status_t status = arl_control_check_sender(pull->control, err);
-
-        if (status != ARL_OK) {
-            return status;
-        }
-    }
-    return arl_cuda_error_set(device->api, err, ARL_ERR_SYNC, result, "cuIpcOpenMemHandle",
-                              "allocation %u of %u, %llu bytes, of process %lld on %s cannot be "
-                              "mapped on device %d (%s); did the sender free it, or is this "
-                              "process not allowed to (container with another IPC namespace, too "
-                              "many mappings)?",
-                              index, pull->offer->alloc_count, (unsigned long long)alloc->size,
-                              (long long)pull->offer->sender.pid, pull->offer->host,
-                              device->ordinal, device->name);
-}
-
-/* A handle says what it is a handle of; that it is as large as the offer says is checked here. */
-static arl_status_t
-map(const arl_pull_t *pull, const arl_cuda_device_t *device, uint32_t index, mapping_t *mapping,
-    arl_error_t *err)
-{
-    const arl_offer_alloc_t *alloc = &pull->offer->allocs[index];
-    arl_cuda_pointer_t info;
-    arl_cu_ipc_handle_t handle;
-    arl_cu_ptr_t address = 0;
-    arl_cu_result_t result;
-    arl_status_t status;
-
-    memcpy(handle.reserved, alloc->handle, sizeof(handle.reserved));
-    result =
-        device->api->cuIpcOpenMemHandle_v2(&address, handle, ARL_CUDA_IPC_LAZY_ENABLE_PEER_ACCESS);
-    if (result != ARL_CUDA_SUCCESS) {
-        return map_error(pull, device, index, result, err);
-    }
-    mapping->address = (const char *)address;
-    memcpy(mapping->handle, alloc->handle, sizeof(mapping->handle));
-    mapping->base_id = alloc->base_id;
-    mapping->size = alloc->size;
-    status =
-        arl_cuda_pointer_query(device->api, mapping->address, "the mapped allocation", &info, err);
-    if (status == ARL_OK && (info.base > (uintptr_t)address ||
-                             info.size - ((uintptr_t)address - info.base) < alloc->size)) {
-        status = arl_error_set(err, ARL_ERR_SYNC, PULL,
-                               "allocation %u is %zu bytes long, the offer says %llu", index,
-                               info.size, (unsigned long long)alloc->size);
-    }
-    return status;
-}
-
-/* What an earlier pull kept and this offer still has, told apart by the handle itself: memory
- * that was freed and allocated again has another one. */
-static mapping_t *
+/* What an earlier pull kept and this offer still has. */
+static arl_cuda_mapping_t *
 find_kept(cuda_import_t *kept, uint32_t index, const arl_offer_alloc_t *alloc)
 {
     for (uint32_t i = 0; i < kept->count; i++) { /* unchanged offers find it at once */
-        mapping_t *mapping = &kept->mappings[(index + i) % kept->count];
+        arl_cuda_mapping_t *mapping = &kept->mappings[(index + i) % kept->count];
 
-        if (mapping->address != NULL && mapping->base_id == alloc->base_id &&
-            mapping->size == alloc->size &&
-            memcmp(mapping->handle, alloc->handle, sizeof(mapping->handle)) == 0) {
+        if (arl_cuda_mapping_of(mapping, alloc)) {
             return mapping;
         }
     }
@@ -504,15 +312,15 @@ map_all(const arl_pull_t *pull, cuda_import_t *import, cuda_import_t *kept, arl_
         return status;
     }
     for (uint32_t i = 0; i < import->count && status == ARL_OK; i++) {
-        mapping_t *mapping = &import->mappings[i];
-        mapping_t *old = kept == NULL ? NULL : find_kept(kept, i, &pull->offer->allocs[i]);
+        arl_cuda_mapping_t *mapping = &import->mappings[i];
+        arl_cuda_mapping_t *old = kept == NULL ? NULL : find_kept(kept, i, &pull->offer->allocs[i]);
 
         if (old != NULL) {
             *mapping = *old;
             old->address = NULL;
         }
         else {
-            status = map(pull, device, i, mapping, err);
+            status = arl_cuda_mapping_open(pull, device, i, mapping, err);
         }
         import->addresses[i] = mapping->address;
         import->base.mappings += mapping->address != NULL;
@@ -568,7 +376,7 @@ find_ordinal(const arl_pull_t *pull, int *ordinal_p, arl_error_t *err)
 
     *ordinal_p = -1;
     if (!pull->views) {
-        status = find_destination(pull, ordinal_p, err);
+        status = arl_cuda_find_destination(pull, ordinal_p, err);
     }
     if (status == ARL_OK && *ordinal_p < 0) { /* nothing is written: be where the sender is */
         status = arl_cuda_device_open_uuid(pull->offer->unit.uuid, &device, err);
@@ -616,7 +424,7 @@ cuda_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err)
     ARL_CHECK_GOTO(status, take_engine(import, kept, ordinal, err), free_import);
     import->base.device_type = ARL_DEVICE_CUDA;
     import->base.device_index = import->engine->device.ordinal;
-    ARL_CHECK_GOTO(status, check_units(pull, &import->engine->device, err), free_import);
+    ARL_CHECK_GOTO(status, arl_cuda_check_units(pull, &import->engine->device, err), free_import);
     if (pull->local != NULL) {
         import->local = arl_export_hold(pull->local);
         import->base.bases = pull->local->bases;
@@ -633,7 +441,7 @@ free_import:
     if (kept != NULL) {
         if (kept->engine == import->engine) {
             for (uint32_t i = 0; i < kept->count; i++) { /* what this offer has no more */
-                unmap(kept->engine, &kept->mappings[i]);
+                arl_cuda_mapping_close(&kept->engine->device, &kept->mappings[i]);
             }
             kept->count = 0;
             kept->engine = NULL;

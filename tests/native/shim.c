@@ -278,6 +278,7 @@ shim_stream_new(int64_t count, const int *dtypes, const int *ndims, const int64_
         memcpy(offer.tensors[i].shape, shapes + i * ARL_VIEW_DIMS_MAX,
                sizeof(offer.tensors[i].shape));
     }
+    arl_stream_place(&offer);
     status = arl_stream_init(&offer, chunk_bytes, stream, fresh());
     free(offer.tensors);
     if (status != ARL_OK) {

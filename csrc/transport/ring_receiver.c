@@ -1,0 +1,392 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "transport/arl_sender.h"
+#include "transport/cuda_mapping.h"
+#include "transport/ring.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char PULL[] = "pull";
+
+typedef struct ring_import {
+    arl_import_t base;
+    arl_cuda_engine_t *engine;
+    arl_export_t *local; /* same process: the sender's own address, no mapping */
+    arl_cuda_mapping_t mapping;
+    const char *address; /* base.bases points here */
+    arl_ring_geometry_t geometry;
+    arl_ring_queue_t queue;
+    arl_stream_t stream;
+    uint64_t plan_serial; /* that `plans` were made for; 0: none */
+    arl_cuda_plan_t **plans;
+    int64_t plan_count;
+} ring_import_t;
+
+/* ---- opening and closing -------------------------------------------------------------------- */
+
+static void
+drop_plans(ring_import_t *import)
+{
+    for (int64_t i = 0; i < import->plan_count; i++) {
+        arl_cuda_plan_free(import->plans[i]);
+    }
+    free(import->plans);
+    import->plans = NULL;
+    import->plan_count = 0;
+    import->plan_serial = 0;
+    arl_stream_free(&import->stream);
+}
+
+static void
+drop_local(ring_import_t *import)
+{
+    if (import->local != NULL) {
+        arl_export_drop(import->local);
+        import->local = NULL;
+    }
+}
+
+/* Closes all. What still runs must end first; after a second it is given up rather than waited
+ * for. */
+static void
+import_free(ring_import_t *import)
+{
+    const arl_cuda_api_t *api;
+
+    /* In a child after fork nothing of the driver's may be touched. */
+    if (import->engine != NULL && arl_cuda_load(&api, NULL) == ARL_OK) {
+        if (arl_ring_idle(import->engine)) {
+            drop_plans(import);
+            arl_cuda_mapping_close(&import->engine->device, &import->mapping);
+        }
+        arl_ring_queue_close(&import->queue);
+        arl_cuda_engine_release(import->engine);
+    }
+    drop_local(import);
+    arl_stream_free(&import->stream);
+    free(import);
+}
+
+void
+arl_ring_close(arl_import_t **import_io, bool keep)
+{
+    ring_import_t *import = (ring_import_t *)*import_io;
+
+    if (import == NULL) {
+        return;
+    }
+    if (keep) {
+        drop_local(import);
+        return;
+    }
+    import_free(import);
+    *import_io = NULL;
+}
+
+static arl_status_t
+read_geometry(const arl_offer_t *offer, arl_ring_geometry_t *geometry_p, arl_error_t *err)
+{
+    arl_ring_geometry_t geometry = {0};
+
+    if (offer->blob_size == sizeof(geometry)) {
+        memcpy(&geometry, offer->blob, sizeof(geometry));
+    }
+    if (offer->alloc_count != 1 || geometry.slots == 0 || geometry.slots > ARL_RING_SLOTS_MAX ||
+        geometry.slot_bytes == 0 || geometry.slot_bytes % ARL_STREAM_ALIGN != 0 ||
+        geometry.slot_bytes > INT64_MAX / ARL_RING_SLOTS_MAX ||
+        offer->allocs[0].size < geometry.slots * geometry.slot_bytes) {
+        return arl_error_set(err, ARL_ERR_SYNC, PULL,
+                             "offer is not valid: it describes no ring of slots");
+    }
+    *geometry_p = geometry;
+    return ARL_OK;
+}
+
+static arl_status_t
+plan_chunk(ring_import_t *import, const arl_pull_t *pull, int64_t chunk, arl_error_t *err)
+{
+    arl_copy_list_t list = {0};
+    arl_status_t status = arl_stream_unpack(&import->stream, pull->plan, chunk, &list, err);
+
+    if (status == ARL_OK) {
+        status = arl_cuda_plan_create(import->engine, list.items, list.count, 1, pull->deadline,
+                                      &import->plans[chunk], err);
+    }
+    arl_copy_list_free(&list);
+    return status;
+}
+
+/* The tables of all chunks, unless they are those of this plan already. Made before anything is
+ * written, so that a device without memory for them tears nothing. */
+static arl_status_t
+prepare(ring_import_t *import, const arl_pull_t *pull, const arl_ring_geometry_t *geometry,
+        arl_error_t *err)
+{
+    arl_status_t status;
+
+    if (import->plan_serial == pull->plan->serial &&
+        memcmp(&import->geometry, geometry, sizeof(*geometry)) == 0) {
+        return ARL_OK;
+    }
+    drop_plans(import);
+    import->geometry = *geometry;
+    status = arl_stream_init(pull->offer, (int64_t)geometry->slot_bytes, &import->stream, err);
+    if (status != ARL_OK) {
+        return status;
+    }
+    import->plans = calloc((size_t)import->stream.chunk_count + 1, sizeof(import->plans[0]));
+    if (import->plans == NULL) {
+        return arl_error_set(err, ARL_ERR_NOMEM, PULL, "out of memory for %lld chunks",
+                             (long long)import->stream.chunk_count);
+    }
+    import->base.extra_bytes = 0;
+    for (int64_t k = 0; k < import->stream.chunk_count && status == ARL_OK; k++) {
+        status = plan_chunk(import, pull, k, err);
+        import->plan_count = k + 1;
+        if (status == ARL_OK) {
+            import->base.extra_bytes += (int64_t)arl_cuda_plan_table_bytes(import->plans[k]);
+        }
+    }
+    if (status == ARL_OK) {
+        import->plan_serial = pull->plan->serial;
+    }
+    return status;
+}
+
+/* The sender's slots, readable here. */
+static arl_status_t
+reach(ring_import_t *import, const arl_pull_t *pull, arl_error_t *err)
+{
+    const arl_offer_alloc_t *alloc = &pull->offer->allocs[0];
+    const arl_cuda_device_t *device = &import->engine->device;
+    arl_status_t status;
+
+    if (pull->local != NULL) {
+        arl_cuda_mapping_close(device, &import->mapping);
+        import->local = arl_export_hold(pull->local);
+        import->address = pull->local->bases[0];
+    }
+    else {
+        if (!arl_cuda_mapping_of(&import->mapping, alloc)) {
+            arl_cuda_mapping_close(device, &import->mapping);
+            status = arl_cuda_device_push(device, err);
+            if (status != ARL_OK) {
+                return status;
+            }
+            status = arl_cuda_mapping_open(pull, device, 0, &import->mapping, err);
+            arl_cuda_device_pop(device);
+            if (status != ARL_OK) {
+                return status;
+            }
+        }
+        import->address = import->mapping.address;
+    }
+    import->base.bases = &import->address;
+    import->base.mappings = import->mapping.address != NULL;
+    return ARL_OK;
+}
+
+static arl_status_t
+import_new(int ordinal, uint32_t slots, ring_import_t **import_p, arl_error_t *err)
+{
+    ring_import_t *import = calloc(1, sizeof(*import));
+    arl_status_t status;
+
+    if (import == NULL) {
+        return arl_error_set(err, ARL_ERR_NOMEM, PULL, "out of memory");
+    }
+    import->base.transport = &arl_transport_ring;
+    import->base.device_type = ARL_DEVICE_CUDA;
+    import->base.device_index = ordinal;
+    status = arl_cuda_engine_acquire(ordinal, &import->engine, err);
+    if (status == ARL_OK) {
+        status = arl_ring_queue_open(&import->queue, import->engine, slots, err);
+    }
+    if (status != ARL_OK) {
+        import_free(import);
+        return status;
+    }
+    *import_p = import;
+    return ARL_OK;
+}
+
+arl_status_t
+arl_ring_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err)
+{
+    ring_import_t *import = (ring_import_t *)*import_io;
+    arl_ring_geometry_t geometry;
+    int ordinal = -1;
+    arl_status_t status;
+
+    if (pull->views) {
+        return arl_error_set(err, ARL_ERR_UNAVAILABLE, PULL,
+                             "views() shows the sender's own memory, and low_memory=True passes "
+                             "the weights through a ring; use pull(), or leave low_memory out");
+    }
+    status = read_geometry(pull->offer, &geometry, err);
+    if (status != ARL_OK || (status = arl_cuda_find_destination(pull, &ordinal, err)) != ARL_OK) {
+        return status;
+    }
+    if (ordinal < 0) {
+        ordinal = pull->offer->unit.index; /* nothing is written: any device will do */
+    }
+    if (import != NULL &&
+        (import->base.device_index != ordinal || import->queue.slots != geometry.slots)) {
+        import_free(import);
+        import = NULL;
+        *import_io = NULL;
+    }
+    if (import == NULL) {
+        status = import_new(ordinal, geometry.slots, &import, err);
+        if (status != ARL_OK) {
+            return status;
+        }
+        *import_io = &import->base;
+    }
+    /* The caller closes what is in *import_io when one of these fails. */
+    status = arl_cuda_check_units(pull, &import->engine->device, err);
+    if (status == ARL_OK) {
+        status = reach(import, pull, err);
+    }
+    return status != ARL_OK ? status : prepare(import, pull, &geometry, err);
+}
+
+/* ---- taking the chunks ---------------------------------------------------------------------- */
+
+typedef struct ring_taker {
+    ring_import_t *import;
+    const arl_pull_t *pull;
+    arl_control_page_t *page;
+    arl_control_slot_t *slot;
+    arl_status_t status; /* of what happened inside of a wait */
+    arl_error_t *err;
+} ring_taker_t;
+
+/* Tells the sender which chunks are out of their slots. */
+static void
+acknowledge(ring_taker_t *taker)
+{
+    arl_ring_queue_t *queue = &taker->import->queue;
+    const int64_t before = queue->ended;
+
+    taker->status = arl_ring_queue_poll(queue, taker->err);
+    if (queue->ended > before) {
+        atomic_store_explicit(&taker->slot->sequence, (uint64_t)queue->ended, memory_order_release);
+    }
+}
+
+static bool
+chunk_ready(void *context)
+{
+    ring_taker_t *taker = context;
+    const arl_ring_queue_t *queue = &taker->import->queue;
+
+    acknowledge(taker);
+    return taker->status != ARL_OK ||
+           (queue->launched - queue->ended < queue->slots &&
+            (int64_t)atomic_load_explicit(&taker->page->sequence, memory_order_acquire) >
+                queue->launched);
+}
+
+static bool
+all_taken(void *context)
+{
+    ring_taker_t *taker = context;
+
+    acknowledge(taker);
+    return taker->status != ARL_OK || taker->import->queue.ended == taker->import->queue.launched;
+}
+
+static bool
+sender_well(void *context)
+{
+    const ring_taker_t *taker = context;
+
+    return arl_control_check_sender(taker->pull->control, NULL) == ARL_OK;
+}
+
+static arl_status_t
+taker_wait(ring_taker_t *taker, bool (*ready)(void *context))
+{
+    const arl_pull_t *pull = taker->pull;
+    arl_status_t status = arl_deadline_wait(pull->deadline, ready, sender_well, taker);
+
+    if (status == ARL_OK) {
+        return taker->status;
+    }
+    if (status == ARL_ERR_PEER_LOST) {
+        status = arl_control_check_sender(pull->control, taker->err);
+        return status != ARL_OK ? status : ARL_ERR_PEER_LOST;
+    }
+    if (status == ARL_ERR_INTERRUPTED) {
+        return arl_error_set(taker->err, status, PULL, "interrupted at chunk %lld of %lld",
+                             (long long)taker->import->queue.launched,
+                             (long long)taker->import->stream.chunk_count);
+    }
+    return arl_error_set(
+        taker->err, status, PULL,
+        "after %.1f s, chunk %lld of %lld has not come from the sender (pid "
+        "%lld); is it in serve(), which must run at the same time as pull(), and "
+        "is timeout= long enough?",
+        arl_deadline_elapsed_s(pull->deadline), (long long)taker->import->queue.launched,
+        (long long)taker->import->stream.chunk_count, (long long)pull->offer->sender.pid);
+}
+
+static arl_status_t
+take_all(ring_taker_t *taker)
+{
+    ring_import_t *import = taker->import;
+    arl_status_t status = ARL_OK;
+
+    for (int64_t k = 0; k < import->stream.chunk_count && status == ARL_OK; k++) {
+        const uintptr_t base =
+            (uintptr_t)import->address + (uintptr_t)((uint64_t)k % import->geometry.slots) *
+                                             (uintptr_t)import->geometry.slot_bytes;
+
+        status = taker_wait(taker, chunk_ready);
+        if (status == ARL_OK) {
+            status = arl_cuda_plan_run(import->plans[k], &base, import->engine->stream, taker->err);
+        }
+        if (status == ARL_OK) {
+            status = arl_ring_queue_mark(&import->queue, taker->err);
+        }
+    }
+    return status == ARL_OK ? taker_wait(taker, all_taken) : status;
+}
+
+arl_status_t
+arl_ring_copy(const arl_pull_t *pull, arl_import_t *base, arl_error_t *err)
+{
+    ring_import_t *import = (ring_import_t *)base;
+    arl_control_page_t *page = arl_control_page(pull->control);
+    ring_taker_t taker = {.import = import,
+                          .pull = pull,
+                          .page = page,
+                          .slot = &page->slots[arl_control_slot(pull->control)],
+                          .err = err};
+    arl_status_t status;
+
+    /* What the caller's stream still reads of the old weights comes first. */
+    status = arl_cuda_engine_follow(import->engine, pull->stream, err);
+    if (status != ARL_OK ||
+        (status = arl_cuda_device_push(&import->engine->device, err)) != ARL_OK) {
+        return status;
+    }
+    arl_ring_queue_reset(&import->queue);
+    status = take_all(&taker);
+    arl_cuda_device_pop(&import->engine->device);
+    if (status != ARL_OK) {
+        (void)arl_ring_idle(import->engine); /* before the sender is told that its slots are free */
+    }
+    return status;
+}
+
+arl_status_t
+arl_ring_checksum(const arl_pull_t *pull, arl_import_t *base, const arl_view_t *view,
+                  uint64_t *sum_p, arl_error_t *err)
+{
+    const ring_import_t *import = (const ring_import_t *)base;
+
+    return arl_cuda_checksum(import->engine, view, 1, pull->deadline, sum_p, err);
+}

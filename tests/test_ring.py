@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""low_memory: weights through a ring of slots between real processes, on the fake driver."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import arctic_rl_c
+import fakes
+from fakes.peers import Peer, PeerDied, PeerError, Pending
+from peers import Control, until
+
+SLOT = 1 << 16  # the smallest; a ring has two
+
+#: A model of about ten chunks: one tensor larger than the ring, some strided, one empty, one tied.
+MODEL = """
+import numpy as np, fakes, arctic_rl_c
+driver = fakes.driver()
+LIKE = {
+    "embed": ("u2", (700, 300)),
+    "layer.q": ("f4", (64, 64)),
+    "layer.k": ("u2", (33, 64)),
+    "norm": ("f4", (64,)),
+    "empty": ("u1", (0, 7)),
+    "head": ("u1", (5, 7)),
+}
+tie = True
+def model(fill, device=0, vmm=False):
+    rng = np.random.default_rng(fill)
+    found = {}
+    for name, (dtype, shape) in LIKE.items():
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        values = rng.integers(0, 256, size, dtype="u1").view(dtype).reshape(shape)
+        found[name] = fakes.device_array(values, device=device, vmm=vmm)
+    if tie:
+        found["tied"] = found["embed"]
+    return found
+def contents(tensors):
+    return {name: tensor.array.tobytes() for name, tensor in tensors.items()}
+params = model(fill, device, vmm)
+"""
+
+SENDER = MODEL + (
+    "\noptions = {'low_memory': True, 'ring_bytes': 2 << 16, **options}"
+    "\nsender = arctic_rl_c.WeightSender(params, **options)\n"
+)
+UNTIED = MODEL.replace("tie = True", "tie = False")  # a specification says of no two they are one
+SPECIFIED = UNTIED + (
+    "\nnamed = {n: (str(t.array.dtype), t.array.shape) for n, t in params.items()}"
+    "\nsender = arctic_rl_c.WeightSender("
+    "named, low_memory=True, ring_bytes=2 << 16, device=device, **options)\n"
+)
+RECEIVER = MODEL + "\nreceiver = arctic_rl_c.WeightReceiver(params, **options)\n"
+STATS = "\nresult = {n: getattr(s, n) for n in dir(s) if not n.startswith('_')}"
+
+
+class Pair:
+    """A sender and receivers in processes of their own."""
+
+    def __init__(self, env: dict[str, str], receivers: int = 1) -> None:
+        self.sender = Peer(env)
+        self.receivers = [Peer(env) for _ in range(receivers)]
+        self.receiver = self.receivers[0]
+
+    def start(
+        self,
+        sender: dict[str, object] | None = None,
+        receiver: dict[str, object] | None = None,
+        *,
+        code: str = SENDER,
+        vmm: bool = False,
+    ) -> Pair:
+        options = {"receivers": len(self.receivers), **(sender or {})}
+        takes = RECEIVER.replace(MODEL, UNTIED) if code == SPECIFIED else RECEIVER
+        self.sender.run(code, fill=1, device=0, vmm=vmm, options=options)
+        for number, peer in enumerate(self.receivers):
+            peer.run(takes, fill=2 + number, device=0, vmm=False, options=receiver or {})
+        return self
+
+    def offer(self) -> bytes:
+        offer: bytes = self.sender.run("result = sender.offer()")
+        return offer
+
+    def pull(self, offer: bytes, **options: object) -> list[Pending]:
+        return [
+            peer.start("s = receiver.pull(offer, **options)" + STATS, offer=offer, options=options)
+            for peer in self.receivers
+        ]
+
+    def sync(self, serve: str = "s = sender.serve()", **options: object) -> list[dict[str, object]]:
+        """The statistics of the sender, then of each receiver."""
+        pulls = self.pull(self.offer(), **options)
+        sent = self.sender.run(serve + STATS)
+        return [sent, *(pull.result() for pull in pulls)]
+
+    def assert_equal(self) -> None:
+        sent = self.sender.run("result = contents(params)")
+        for peer in self.receivers:
+            assert peer.run("result = contents(params)") == sent
+
+    def assert_nothing_open(self) -> None:
+        for peer, name in [(p, "receiver") for p in self.receivers] + [(self.sender, "sender")]:
+            peer.run(f"{name}.close(); del {name}, params; import gc; gc.collect()")
+            live = peer.run("result = driver.live()")
+            assert live["allocations"] == live["mappings"] == 0, (name, live)
+
+    def close(self) -> None:
+        for peer in self.receivers:  # first: they may have the sender's memory mapped
+            peer.close()
+        self.sender.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with fakes.session() as env:
+        found = Pair(env)
+        yield found
+        found.close()
+
+
+# ---- the usual case -----------------------------------------------------------------------------
+
+
+def test_weights_arrive(pair: Pair) -> None:
+    sent, got = pair.start().sync()
+    pair.assert_equal()
+    assert got["transport"] == sent["transport"] == "ring"
+    assert got["fallback_reason"] is None
+    assert got["tensors"] == 7
+    assert sent["bytes"] == 700 * 300 * 2 + 64 * 64 * 4 + 33 * 64 * 2 + 64 * 4 + 5 * 7
+    pair.assert_nothing_open()
+
+
+def test_the_extra_memory_is_the_ring_whatever_the_tensors_are(pair: Pair) -> None:
+    sent, got = pair.start().sync()
+    tables = 64 << 10
+    assert 2 * SLOT <= int(str(sent["extra_bytes"])) < 2 * SLOT + tables
+    assert int(str(got["extra_bytes"])) < tables
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_many_syncs_leave_nothing_more(pair: Pair, keep: bool) -> None:
+    pair.start(sender={"keep_mapped": keep}, receiver={"keep_mapped": keep})
+    pair.sync()
+    before = pair.receiver.run("result = driver.live()"), pair.sender.run("result = driver.live()")
+    for number in range(4):
+        pair.sender.run("params['norm'].array[:] = number", number=number)
+        pair.sync()
+        pair.assert_equal()
+    after = pair.receiver.run("result = driver.live()"), pair.sender.run("result = driver.live()")
+    assert after == before
+    assert pair.receiver.run("result = receiver.live_mappings()") == int(keep)
+    pair.assert_nothing_open()
+
+
+def test_tables_are_made_anew_when_a_parameter_moves(pair: Pair) -> None:
+    pair.start(sender={"keep_mapped": True}, receiver={"keep_mapped": True})
+    pair.sync()
+    pair.receiver.run(  # first: it has the ring mapped
+        "params['layer.k'] = model(8)['layer.k']\n"
+        "receiver.close(); receiver = arctic_rl_c.WeightReceiver(params, keep_mapped=True)"
+    )
+    pair.sender.run(
+        "old, params['layer.q'] = params['layer.q'], model(9)['layer.q']\n"
+        "sender.close(); sender = arctic_rl_c.WeightSender(params, **options)"
+    )
+    pair.sync()
+    pair.assert_equal()
+
+
+def test_two_receivers_take_the_same_slots() -> None:
+    with fakes.session() as env:
+        pair = Pair(env, receivers=2)
+        pair.start().sync()
+        pair.assert_equal()
+        pair.assert_nothing_open()
+        pair.close()
+
+
+def test_verified(pair: Pair) -> None:
+    pair.start(sender={"verify": "all"})
+    assert pair.sync(verify="all")[1]["verified"] == 5  # neither the empty nor the tied one
+
+
+def test_work_that_lags_on_both_sides(pair: Pair) -> None:
+    """A chunk is announced when it is whole, and a slot is free when it has been read."""
+    pair.start()
+    pair.sender.run("driver.lag(3_000)")
+    pair.receiver.run("driver.lag(3_000)")
+    pair.sync()
+    pair.assert_equal()
+
+
+def test_without_kernels(pair: Pair) -> None:
+    for peer in (pair.sender, pair.receiver):
+        peer.run(MODEL + "\ndriver.fail('cuModuleLoadDataEx', 1)", fill=1, device=0, vmm=False)
+    pair.start().sync()
+    pair.assert_equal()
+
+
+def test_memory_without_a_handle_goes_through_the_ring_and_says_so(pair: Pair) -> None:
+    """Expandable segments, memory pools: found out from the driver, not from a variable."""
+    pair.start(sender={"low_memory": None, "cuda_ipc": True}, vmm=True)
+    sent, got = pair.sync()
+    pair.assert_equal()
+    assert sent["transport"] == got["transport"] == "ring"
+    assert "embed is in memory that has no IPC handle" in str(got["fallback_reason"])
+
+
+# ---- tensors that come during serve() -----------------------------------------------------------
+
+FEED = """
+alive = []
+def feed():
+    for name, tensor in params.items():
+        alive.append(name)
+        yield name, tensor
+s = sender.serve(feed())
+"""
+
+
+def test_tensors_are_asked_for_one_after_another(pair: Pair) -> None:
+    pair.start(code=SPECIFIED)
+    pair.sync(FEED)
+    pair.assert_equal()
+    assert pair.sender.run("result = alive == list(params)")
+
+
+def test_a_tensor_may_go_when_the_next_is_asked_for(pair: Pair) -> None:
+    pair.start(code=SPECIFIED)
+    pair.sync(
+        "def gather():\n"
+        "    for name, tensor in params.items():\n"
+        "        whole = fakes.device_array(tensor.array.copy())\n"
+        "        yield name, whole\n"
+        "        whole.array[...] = 0\n"
+        "        del whole\n"
+        "s = sender.serve(gather())"
+    )
+    pair.assert_equal()
+    pair.assert_nothing_open()
+
+
+def test_strided_tensors_can_be_fed(pair: Pair) -> None:
+    pair.start(code=SPECIFIED)
+    pair.sync(
+        "def turn(t):\n"
+        "    if t.array.ndim < 2: return t\n"
+        "    return fakes.device_array(np.ascontiguousarray(t.array.T)).transposed(1, 0)\n"
+        "turned = {n: turn(t) for n, t in params.items()}\n"
+        "s = sender.serve(turned)"
+    )
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize(
+    ("feed", "name", "text"),
+    [
+        ("[]", "WeightMismatchError", "ended after 0 tensors; the offer has 6, and embed"),
+        ("[('layer.q', params['layer.q'])]", "WeightMismatchError", "came as layer.q; the offer"),
+        ("[('embed', params['norm'])]", "WeightMismatchError", "came as float32.64."),
+        ("[('embed', np.zeros((700, 300), 'u2'))]", "ValueError", "not in the memory of device 0"),
+        ("[('embed',)]", "TypeError", "pairs"),
+        ("[('embed', 3)]", "TypeError", "embed: expected a torch tensor"),
+        ("(1 / 0 for _ in 'x')", "ZeroDivisionError", "division"),
+    ],
+)
+def test_a_feed_that_is_wrong_ends_the_sync_on_both_sides(
+    pair: Pair, feed: str, name: str, text: str
+) -> None:
+    pair.start(code=SPECIFIED)
+    pulls = pair.pull(pair.offer())
+    with pytest.raises(PeerError, match=text) as caught:
+        pair.sender.run(f"sender.serve({feed})")
+    assert name in caught.value.names
+    with pytest.raises(PeerError, match=r"the sender .* gave up: ") as told:
+        pulls[0].result()
+    assert told.value.names[0] == "WeightSyncError"
+    pair.sync(FEED)  # and all is well again
+    pair.assert_equal()
+    assert not pair.receiver.run("result = receiver.torn")
+
+
+def test_announced_tensors_must_be_given(pair: Pair) -> None:
+    pair.start(code=SPECIFIED)
+    pulls = pair.pull(pair.offer())
+    with pytest.raises(PeerError, match=r"announced as \(dtype, shape\) only; pass them to serve"):
+        pair.sender.run("sender.serve()")
+    with pytest.raises(PeerError, match="gave up"):
+        pulls[0].result()
+
+
+def test_checksums_need_the_tensors_at_the_offer(pair: Pair) -> None:
+    pair.start({"verify": "all"}, code=SPECIFIED)
+    with pytest.raises(PeerError, match="verify= needs all tensors at offer"):
+        pair.offer()
+
+
+# ---- when it does not go well -------------------------------------------------------------------
+
+
+def test_a_sender_that_does_not_serve(pair: Pair) -> None:
+    pair.start()
+    before = pair.receiver.run("result = contents(params)")
+    with pytest.raises(PeerError, match=r"chunk 0 of .* has not come .* is it in serve") as caught:
+        pair.pull(pair.offer(), timeout=0.2)[0].result()
+    assert caught.value.names[0] == "PeerTimeoutError"
+    assert pair.receiver.run("result = contents(params)") == before
+    pair.sync()
+    pair.assert_equal()
+
+
+def test_a_receiver_that_does_not_come(pair: Pair) -> None:
+    pair.start()
+    pair.offer()
+    with pytest.raises(PeerError, match="still waits for its slot: the slowest of 1") as caught:
+        pair.sender.run("sender.serve(timeout=0.2)")
+    assert caught.value.names[0] == "PeerTimeoutError"
+    pair.sync()
+    pair.assert_equal()
+
+
+def test_a_receiver_that_refuses_ends_the_senders_wait(pair: Pair) -> None:
+    pair.start()
+    pair.receiver.run("receiver = arctic_rl_c.WeightReceiver({'other': params['norm']})")
+    pulls = pair.pull(pair.offer())
+    with pytest.raises(PeerError, match="WeightMismatchError"):
+        pulls[0].result()
+    with pytest.raises(PeerError, match=r"receiver 0 of 1 .* failed") as caught:
+        pair.sender.run("sender.serve()")
+    assert caught.value.names[0] == "WeightSyncError"
+
+
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
+def test_death_in_the_middle_is_noticed(victim: str) -> None:
+    """Each side is stopped after the first chunks, and then killed."""
+    with fakes.session() as env:
+        # A first sync, so that no tables have to be uploaded once the GPU is held.
+        pair = Pair(env).start({"keep_mapped": True}, {"keep_mapped": True})
+        pair.sync()
+        dying = getattr(pair, victim)
+        offer = pair.offer()
+        dying.run("driver.hold(True)")
+        with Control(offer) as control:
+            pulls = pair.pull(offer)
+            serve = pair.sender.start("sender.serve()")
+            until(lambda: control.receiver(0) == Control.WRITING)
+            until(lambda: control.sender == Control.SERVING)
+        dying.kill()
+        survivor = pulls[0] if victim == "sender" else serve
+        with pytest.raises(PeerError) as caught:
+            survivor.result()
+        assert caught.value.names[0] == "PeerLostError"
+        with pytest.raises(PeerDied):
+            (serve if victim == "sender" else pulls[0]).result()
+        if victim == "sender":
+            assert pair.receiver.run("result = receiver.torn")
+        pair.close()
+        fakes.clean(env["FAKE_CUDA_SESSION"])
+
+
+def sync_may_fail(pair: Pair) -> bool:
+    """Whether it went well on both sides; if not, each said so with an error of the package."""
+    waiting: list[Pending] = []
+    well = True
+    try:
+        waiting = pair.pull(pair.offer())
+        waiting.append(pair.sender.start("sender.serve()"))
+    except PeerError as error:
+        assert {"ArcticError", "MemoryError"} & set(error.names), error
+        return False
+    for pending in waiting:
+        try:
+            pending.result()
+        except PeerError as error:
+            assert {"ArcticError", "MemoryError"} & set(error.names), error
+            well = False
+    return well
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_every_driver_call_may_fail(side: str) -> None:
+    """The n-th call fails, for every n, until the sync succeeds: nothing leaks, nobody hangs."""
+    with fakes.session() as env:
+        # A receiver that fails before it has attached is waited for until the deadline.
+        pair = Pair(env).start({"timeout": 0.3}, {"timeout": 5.0})
+        failing = getattr(pair, side)
+        pair.sync()
+        pair.sender.run("sender.release()")
+        clean = failing.run("result = driver.live()")
+        for number in range(1, 400):
+            before = failing.run("driver.fail('any', n); result = driver.calls()", n=number)
+            failed = not sync_may_fail(pair)
+            calls = failing.run("result = driver.calls(); driver.reset()") - before
+            pair.sender.run("sender.release()")
+            live = failing.run("result = driver.live()")
+            for kind in ("streams", "modules", "contexts"):
+                # An engine that could not be asked whether it is idle is given up, and only that.
+                assert live.pop(kind) - clean[kind] <= number
+            assert live.items() <= clean.items(), (number, live)
+            if not failed and calls < number:
+                break
+        else:
+            pytest.fail("400 calls and no end")
+        pair.sync()
+        pair.assert_equal()
+        pair.assert_nothing_open()
+        pair.close()
+
+
+# ---- one process, offers that are wrong ----------------------------------------------------------
+
+
+@pytest.fixture
+def driver() -> Iterator[fakes.Driver]:
+    found = fakes.driver()
+    yield found
+    found.reset()
+    assert fakes.misuse(found.session) is None
+    fakes.clean(found.session)
+
+
+def small(seed: int, size: int = 5000) -> fakes.DeviceArray:
+    values = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    return fakes.device_array(values)
+
+
+def test_the_same_process_with_two_threads(driver: fakes.Driver) -> None:
+    source, target = small(1, 500_000), small(2, 500_000)
+    with (
+        arctic_rl_c.WeightSender({"w": source}, low_memory=True, ring_bytes=2 * SLOT) as sender,
+        arctic_rl_c.WeightReceiver({"w": target}) as receiver,
+    ):
+        offer = sender.offer()
+        serving = threading.Thread(target=sender.serve)
+        serving.start()
+        receiver.pull(offer)
+        serving.join()
+        assert np.array_equal(source.array, target.array)
+        assert driver.live()["mappings"] == 0
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_ring_that_is_too_small_is_refused(driver: fakes.Driver, size: int) -> None:
+    sender = arctic_rl_c.WeightSender({"w": small(1)}, low_memory=True, ring_bytes=size)
+    with pytest.raises(ValueError, match="too small: at least 2 slots of 65536 bytes"):
+        sender.offer()
+
+
+def test_views_are_not_to_be_had(driver: fakes.Driver) -> None:
+    with (
+        arctic_rl_c.WeightSender({"w": small(1)}, low_memory=True) as sender,
+        arctic_rl_c.WeightReceiver({"w": small(2)}) as receiver,
+        pytest.raises(arctic_rl_c.TransportUnavailableError, match="leave low_memory out"),
+        receiver.views(sender.offer()),
+    ):
+        pass
