@@ -110,6 +110,24 @@ def test_kept_mappings_between_processes() -> None:
         sampler.run("receiver.close()")
 
 
+def test_views_never_lend_a_mapping_that_was_kept() -> None:
+    """A kept mapping cannot be written to; what views lend may be, and the write stays there."""
+    stray = """
+import ctypes
+with receiver.views(offer) as tensors:
+    for name, view in tensors:
+        array = np.from_dlpack(view)
+        ctypes.memset(array.ctypes.data, 255, array.nbytes)
+    del array, view
+assert receiver.live_mappings() == 0
+"""
+    with sending(keep_mapped=True) as trainer, receiving(keep_mapped=True) as sampler:
+        for work in ("receiver.pull(offer)", stray, "receiver.pull(offer)"):
+            sampler.run(work, offer=trainer.eval("sender.offer()"))
+            trainer.run("sender.serve()")
+        assert sampler.eval(ARRIVED)
+
+
 def test_nothing_accumulates() -> None:
     """Descriptors, mappings and files are the same after each sync, under a low limit."""
     count = "len(os.listdir('/proc/self/fd'))"

@@ -408,6 +408,7 @@ weight_sender_clear(PyObject *op)
 {
     weight_sender_t *self = (weight_sender_t *)op;
 
+    self->guard.closed = true; /* the offer borrows names from what is let go here */
     arl_params_clear(&self->params);
     return 0; /* transport_name is a str: no cycle goes through it, and the choice borrows it */
 }

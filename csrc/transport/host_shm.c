@@ -271,8 +271,9 @@ map(const arl_pull_t *pull, host_import_t *import, arl_error_t *err)
     arl_error_t reason = ARL_ERROR_INIT;
     arl_status_t status;
 
-    /* A name is given once, so the same name is the same file. */
-    if (import->base.mappings > 0 && import->shm.size == alloc->size &&
+    /* A name is given once, so the same name is the same file. Views need a mapping of their own
+     * kind, and take it away with them. */
+    if (!pull->views && import->base.mappings > 0 && import->shm.size == alloc->size &&
         strcmp(import->shm.name, name) == 0) {
         return ARL_OK;
     }
