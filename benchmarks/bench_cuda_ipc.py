@@ -126,7 +126,7 @@ class Sampler:
         torch.cuda.synchronize()
 
     def phases(self, _: bytes) -> dict[str, float]:
-        names = ("open_s", "validate_s", "copy_s", "verify_s", "close_s", "total_s")
+        names = tuple(n for n in dir(self.stats) if n.endswith("_seconds"))
         return {name: getattr(self.stats, name) for name in names}
 
     def gil(self, offer: bytes) -> float:
@@ -242,7 +242,7 @@ def phases(trainer: Trainer, variant: Callable[[], None], rounds: int) -> str:
         variant()
         seen.append(trainer.ask("phases"))
     parts = [
-        f"{key[:-2]} {common.duration(statistics.median(s[key] for s in seen))}" for key in seen[0]
+        f"{key.removesuffix("_seconds")} {common.duration(statistics.median(s[key] for s in seen))}" for key in seen[0]
     ]
     return ", ".join(parts)
 
