@@ -112,6 +112,19 @@ $(CACHE)/faults/.installed: $(VENV)/.needs setup.py tests/faults/arl_faults.c $(
 faults: $(CACHE)/faults/.installed ## every allocation and system call fails once, in turn
 	@export PYTHONPATH=$(CACHE)/faults; $(PYTEST) -m faults $(ARGS)
 
+# What tests/test_*_fuzz.py run for a few seconds with mutations of their own.
+FUZZ_SECONDS ?= 60
+.PHONY: fuzz
+fuzz: ## libFuzzer over offers, frames and YAML, FUZZ_SECONDS=60 each; needs clang
+	@set -e; mkdir -p $(CACHE)/fuzz; for source in tests/fuzz/fuzz_*.c; do \
+		name=$$(basename $$source .c); echo "---- $$name"; mkdir -p $(CACHE)/fuzz/$$name-corpus; \
+		clang -g -O1 -std=c11 -D_GNU_SOURCE -Icsrc -fsanitize=fuzzer,address,undefined \
+			$$source csrc/core/*.c $$(pkg-config --libs yaml-0.1 2>/dev/null || echo -lyaml) \
+			-pthread -lm -o $(CACHE)/fuzz/$$name; \
+		(cd $(CACHE)/fuzz && ./$$name -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 \
+			-verbosity=0 $$name-corpus $(ARGS)); \
+	done
+
 # ---- other compilers and interpreters ------------------------------------------------------------
 
 .PHONY: clang
