@@ -668,7 +668,7 @@ def test_an_operation_that_has_ended_holds_nothing(name: str, how: str) -> None:
     gc.collect()
     assert held
     assert all(ref() is None for ref in held)
-    assert sys.getrefcount(client) == 2, "only this frame holds the client"
+    assert sys.getrefcount(client) <= 2, "only this frame holds the client"
 
 
 def test_cycles_through_operations_are_collected() -> None:

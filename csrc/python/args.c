@@ -75,3 +75,12 @@ arl_args_size(const arl_signature_t *signature, int index, PyObject *value, int6
     *size_p = size;
     return 0;
 }
+
+int
+arl_args_flag(PyObject *value, bool fallback, bool *flag_p)
+{
+    const int truth = value == NULL ? fallback : PyObject_IsTrue(value);
+
+    *flag_p = truth > 0;
+    return truth < 0 ? -1 : 0;
+}

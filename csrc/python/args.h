@@ -4,6 +4,8 @@
 
 #include "python/arl_python.h"
 
+#include <stdbool.h>
+
 /*
  * Arguments of METH_FASTCALL | METH_KEYWORDS functions: what argument clinic would generate, as
  * one small function and a table per signature.
@@ -24,5 +26,8 @@ int arl_args_bind(const arl_signature_t *signature, PyObject *const *args, Py_ss
 /* A size: NULL or None gives `fallback`. ValueError when negative, TypeError when no integer. */
 int arl_args_size(const arl_signature_t *signature, int index, PyObject *value, int64_t fallback,
                   int64_t *size_p);
+
+/* A flag by its truth: NULL gives `fallback`. */
+int arl_args_flag(PyObject *value, bool fallback, bool *flag_p);
 
 #endif

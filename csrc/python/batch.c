@@ -358,15 +358,6 @@ PyDoc_STRVAR(
     "width, mixed forms, masks with gaps, a pad value that is None or does not fit; it names\n"
     "the argument, the row and the numbers.");
 
-static int
-bind_flag(PyObject *value, bool *flag_p)
-{
-    const int truth = value == NULL ? 0 : PyObject_IsTrue(value);
-
-    *flag_p = truth > 0;
-    return truth < 0 ? -1 : 0;
-}
-
 static PyObject *
 pad_build(arl_state_t *state, PyObject *const *bound, const arl_batch_layout_t *layout,
           bool truncate)
@@ -405,7 +396,7 @@ batch_pad_prompt_response(PyObject *module, PyObject *const *args, Py_ssize_t na
                       &prompt_width) < 0 ||
         arl_args_size(&pad_signature, PAD_RESPONSE_WIDTH, bound[PAD_RESPONSE_WIDTH], -1,
                       &response_width) < 0 ||
-        bind_flag(bound[PAD_TRUNCATE], &truncate) < 0 ||
+        arl_args_flag(bound[PAD_TRUNCATE], false, &truncate) < 0 ||
         arl_batch_layout_import(state, bound[PAD_PROMPTS], bound[PAD_RESPONSES], bound[PAD_MASK],
                                 prompt_width, response_width, &layout) < 0) {
         return NULL;

@@ -12,15 +12,6 @@ none_to_null(PyObject *value) /* borrowed */
     return value == Py_None ? NULL : value;
 }
 
-static int
-bind_flag(PyObject *value, bool *flag_p)
-{
-    const int truth = value == NULL ? 0 : PyObject_IsTrue(value);
-
-    *flag_p = truth > 0;
-    return truth < 0 ? -1 : 0;
-}
-
 static arl_payload_request_t
 request_new(arl_client_t *client, const char *operation)
 {
@@ -68,8 +59,8 @@ arl_client_compute_log_prob(PyObject *self, PyObject *const *args, Py_ssize_t na
     PyObject *bound[6], *payload;
 
     if (arl_args_bind(&signature, args, nargs, kwnames, bound) < 0 ||
-        bind_flag(bound[2], &request.reference) < 0 ||
-        bind_flag(bound[3], &request.calculate_entropy) < 0 ||
+        arl_args_flag(bound[2], false, &request.reference) < 0 ||
+        arl_args_flag(bound[3], false, &request.calculate_entropy) < 0 ||
         arl_client_check_open(client, request.operation) < 0) {
         return NULL;
     }

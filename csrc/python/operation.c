@@ -179,16 +179,40 @@ awaitable_iterator(const arl_operation_t *op, PyObject *object)
 }
 
 /*
+ * Sends `value` to what is being driven. NEXT: it waits, *result_p goes up. RETURN: it has ended,
+ * *result_p is its answer. ERROR: the operation has failed, *result_p is untouched.
+ */
+static PySendResult
+operation_resume(arl_operation_t *op, PyObject *value, PyObject **result_p)
+{
+    PyObject *given = NULL;
+    const PySendResult sent = PyIter_Send(op->waiting, value, &given);
+
+    if (sent == PYGEN_ERROR) {
+        return operation_fail(op);
+    }
+    if (sent == PYGEN_NEXT) {
+        op->status = ARL_OPERATION_SUSPENDED;
+    }
+    else {
+        Py_CLEAR(op->waiting);
+    }
+    *result_p = given;
+    return sent;
+}
+
+/*
  * From one answer on: begins the next call, or ends. `answer` is stolen, NULL at the start. A call
  * that is done already is not waited for: no turn of the loop is spent on it.
  */
 static PySendResult
 operation_proceed(arl_operation_t *op, PyObject *answer, PyObject **result_p)
 {
-    for (;;) {
-        PyObject *next = NULL, *yielded = NULL;
+    PySendResult sent;
+
+    do {
+        PyObject *next = NULL;
         const int more = op->kind->advance(op, answer, &next);
-        PySendResult sent;
 
         Py_CLEAR(answer);
         if (more < 0) {
@@ -204,18 +228,12 @@ operation_proceed(arl_operation_t *op, PyObject *answer, PyObject **result_p)
         if (op->waiting == NULL) {
             return operation_fail(op);
         }
-        sent = PyIter_Send(op->waiting, Py_None, &yielded);
-        if (sent == PYGEN_ERROR) {
-            return operation_fail(op);
-        }
-        if (sent == PYGEN_NEXT) {
-            op->status = ARL_OPERATION_SUSPENDED;
-            *result_p = yielded;
-            return PYGEN_NEXT;
-        }
-        Py_CLEAR(op->waiting);
-        answer = yielded;
+        sent = operation_resume(op, Py_None, &answer);
+    } while (sent == PYGEN_RETURN);
+    if (sent == PYGEN_NEXT) {
+        *result_p = answer;
     }
+    return sent;
 }
 
 /* Refuses what a coroutine would refuse too, then marks the operation as running. */
@@ -238,7 +256,7 @@ operation_send(PyObject *self, PyObject *value, PyObject **result_p)
 {
     arl_operation_t *op = (arl_operation_t *)self;
     const bool begins = op->status == ARL_OPERATION_NEW;
-    PyObject *sent_value = NULL;
+    PyObject *given = NULL;
     PySendResult sent;
 
     *result_p = NULL; /* callers tell an error from a return by it */
@@ -253,17 +271,12 @@ operation_send(PyObject *self, PyObject *value, PyObject **result_p)
     if (begins) {
         return operation_proceed(op, NULL, result_p);
     }
-    sent = PyIter_Send(op->waiting, value, &sent_value);
-    if (sent == PYGEN_ERROR) {
-        return operation_fail(op);
+    sent = operation_resume(op, value, &given);
+    if (sent == PYGEN_RETURN) {
+        return operation_proceed(op, given, result_p);
     }
-    if (sent == PYGEN_NEXT) {
-        op->status = ARL_OPERATION_SUSPENDED;
-        *result_p = sent_value;
-        return PYGEN_NEXT;
-    }
-    Py_CLEAR(op->waiting);
-    return operation_proceed(op, sent_value, result_p);
+    *result_p = given;
+    return sent;
 }
 
 /* ---- the coroutine protocol in Python -------------------------------------------------------- */

@@ -32,15 +32,6 @@ rules_from_config(arl_state_t *state, PyObject *config, arl_payload_rules_t *rul
     return status;
 }
 
-static int
-bind_flag(PyObject *value, bool fallback, bool *flag_p)
-{
-    const int truth = value == NULL ? fallback : PyObject_IsTrue(value);
-
-    *flag_p = truth > 0;
-    return truth < 0 ? -1 : 0;
-}
-
 #define DATA_DOC                                                                                   \
     "data : mapping (dict, TensorDict)\n"                                                          \
     "    The incoming batch of B rows. `input_ids` and `position_ids` nested jagged, int64 or\n"   \
@@ -114,10 +105,10 @@ payload_build_log_prob(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     arl_payload_request_t request = {.operation = "build_log_prob_payload", .rules = &rules};
 
     if (arl_args_bind(&log_prob_signature, args, nargs, kwnames, bound) < 0 ||
-        bind_flag(bound[LOG_PROB_ENTROPY], false, &request.calculate_entropy) < 0 ||
-        bind_flag(bound[LOG_PROB_REF], false, &request.reference) < 0 ||
-        bind_flag(bound[LOG_PROB_TEMPERATURE], false, &request.temperature_in_log_prob) < 0 ||
-        bind_flag(bound[LOG_PROB_LIMITS], true, &request.server_limits) < 0 ||
+        arl_args_flag(bound[LOG_PROB_ENTROPY], false, &request.calculate_entropy) < 0 ||
+        arl_args_flag(bound[LOG_PROB_REF], false, &request.reference) < 0 ||
+        arl_args_flag(bound[LOG_PROB_TEMPERATURE], false, &request.temperature_in_log_prob) < 0 ||
+        arl_args_flag(bound[LOG_PROB_LIMITS], true, &request.server_limits) < 0 ||
         rules_from_config(state, bound[LOG_PROB_CONFIG], &rules) < 0) {
         return NULL;
     }
@@ -175,7 +166,7 @@ payload_build_update(PyObject *module, PyObject *const *args, Py_ssize_t nargs, 
     arl_payload_request_t request = {.operation = "build_update_payloads", .rules = &rules};
 
     if (arl_args_bind(&update_signature, args, nargs, kwnames, bound) < 0 ||
-        bind_flag(bound[UPDATE_LIMITS], true, &request.server_limits) < 0 ||
+        arl_args_flag(bound[UPDATE_LIMITS], true, &request.server_limits) < 0 ||
         rules_from_config(state, bound[UPDATE_CONFIG], &rules) < 0) {
         return NULL;
     }
