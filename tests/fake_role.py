@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A role without a model, to try the process plumbing with."""
+"""Roles without a language model, to try the plumbing with."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Unheard(KeyError):
 
 class FakeRole:
     OPS = frozenset({"echo", "fail", "leave", "say", "unsendable", "hold", "count", "environ"})
+
+    INTERRUPTIBLE = frozenset({"hold"})
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         if "refuse" in options:
@@ -73,6 +75,68 @@ class FakeRole:
                 file.write("closed in order")
 
 
-def build(role: str, options: Mapping[str, Any]) -> FakeRole:
-    assert role
-    return FakeRole(options)
+class WeightRole:
+    """Either end of a real weight sync, over a layer instead of a language model."""
+
+    OPS = frozenset(
+        {
+            "offer_weights",
+            "serve_weights",
+            "release_weights",
+            "weights_digest",
+            "wake",
+            "pull_weights",
+            "reset_prefix_cache",
+            "mark_torn",
+            "generate",
+        }
+    )
+
+    INTERRUPTIBLE = frozenset({"serve_weights", "pull_weights"})
+
+    def __init__(self, role: str, seed: int) -> None:
+        import torch
+
+        from arctic_rl_c.local.weights import WeightSink, WeightSource
+
+        torch.manual_seed(seed)
+        self._model = torch.nn.Linear(256, 256)
+        self._end: Any = (WeightSource if role == "trainer" else WeightSink)(self._model)
+
+    def offer_weights(self, **arguments: Any) -> dict[str, Any]:
+        return {"offer": self._end.offer(**arguments), "version": self._end.version}
+
+    def serve_weights(self, timeout: float) -> Any:
+        return self._end.serve(timeout=timeout)
+
+    def release_weights(self) -> dict[str, Any]:
+        self._end.release()
+        return {}
+
+    def pull_weights(self, offer: bytes, timeout: float) -> Any:
+        return self._end.pull(offer, timeout=timeout)
+
+    def weights_digest(self) -> dict[str, Any]:
+        return {"digest": weights_digest(self._model)}
+
+    def wake(self, tags: Any = None) -> dict[str, Any]:
+        return {"tags": tags}
+
+    def reset_prefix_cache(self) -> dict[str, Any]:
+        return {}
+
+    def generate(self, **_: Any) -> dict[str, Any]:
+        self._end.check()
+        return {"results": [{"version": self._end.version}]}
+
+    def close(self) -> None:
+        self._end.close()
+
+
+def weights_digest(model: Any) -> str:
+    return str(float(sum(p.double().sum() for p in model.parameters())))
+
+
+def build(role: str, options: Mapping[str, Any]) -> Any:
+    """The factory that the tests name."""
+    return WeightRole(role, options["seed"]) if "seed" in options else FakeRole(options)

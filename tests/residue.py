@@ -66,22 +66,17 @@ def children() -> set[str]:
 
 
 def shared_memory() -> set[str]:
-    """Files of this package in /dev/shm that belong to this process or to nobody alive."""
+    """Files of this package in /dev/shm that belong to this process or to nobody alive.
+
+    The owner's pid is the third part of a name; see csrc/transport/arl_shm.c.
+    """
     found = set()
     for entry in Path("/dev/shm").glob(f"{SHM_PREFIX}*"):
-        if not _is_anothers(entry.name):
+        parts = entry.name.split("-")
+        owner = int(parts[2], 16) if len(parts) == 5 else os.getpid()
+        if owner == os.getpid() or not Path(f"/proc/{owner}").exists():
             found.add(str(entry))
     return found
-
-
-def _is_anothers(name: str) -> bool:
-    """Whether the maker that a name tells (arl-namespace-pid-...) lives, outside our family."""
-    try:
-        pid = int(name.split("-")[2], 16)
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (IndexError, ValueError, OSError):
-        return False
-    return os.getpid() not in (pid, parent)
 
 
 def snapshot() -> set[str]:

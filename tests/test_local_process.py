@@ -105,6 +105,18 @@ def test_a_cancelled_request_that_waits_never_runs() -> None:
         assert after.result(WAIT) == 1
 
 
+def test_an_op_can_be_broken_off(shared: RoleProcess, tmp_path: Path) -> None:
+    shared.interrupt("hold")  # nothing runs: nothing happens
+    future = shared.submit("hold", path=str(tmp_path / "mark"))
+    until((tmp_path / "mark").exists, "the op to run")
+    shared.interrupt("echo")  # another op runs
+    assert not future.done()
+    shared.interrupt("hold")
+    with pytest.raises(arctic_rl_c.WeightSyncError, match="broken off"):
+        future.result(WAIT)
+    assert ask(shared, "echo", value=1) == 1
+
+
 # -- errors --------------------------------------------------------------------------------------
 
 

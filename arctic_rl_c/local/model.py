@@ -17,40 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from arctic_rl_c.local.options import ModelOptions
-
-#: Presets: arguments of `Qwen3Config`. `qwen3-0.6b` has that model's 310 tensors exactly.
-SHAPES: dict[str, dict[str, Any]] = {
-    "micro": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-    },
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-    },
-}
+from arctic_rl_c.local.options import SHAPES, ModelOptions
 
 #: One token a character. The first three are special.
 VOCABULARY = ("<pad>", "<bos>", "<eos>", *"0123456789+-*=, ?")
@@ -111,6 +78,7 @@ def build_model(options: ModelOptions, *, seed: int | None = None) -> Any:
     Raises:
         ValueError: Unknown shape or dtype, or a path that is not a model directory.
     """
+    options.check()
     device, dtype = torch.device(options.device), resolve_dtype(options)
     if options.path is not None:
         _check_directory(options.path)
@@ -149,8 +117,6 @@ def model_config(options: ModelOptions) -> Any:
         return AutoConfig.from_pretrained(
             options.path, local_files_only=True, trust_remote_code=options.trust_remote_code
         )
-    if options.shape not in SHAPES:
-        raise ValueError(f"shape {options.shape!r} is not one of {', '.join(SHAPES)}")
     values = {"vocab_size": len(VOCABULARY), **SHAPES[options.shape]}
     return Qwen3Config(
         **values,

@@ -14,6 +14,42 @@ from typing import Any
 
 from arctic_rl_c import ConfigError
 
+#: Presets: arguments of `Qwen3Config`. `qwen3-0.6b` has that model's 310 tensors exactly.
+SHAPES: dict[str, dict[str, Any]] = {
+    "micro": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+    },
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    },
+}
+
+#: Presets whose matrices are too small for a second thread to pay.
+SMALL_SHAPES = ("micro", "tiny")
+
 
 @dataclass
 class ModelOptions:
@@ -21,7 +57,7 @@ class ModelOptions:
 
     Attributes:
         path: A local Hugging Face model directory, or None for a randomly initialised `shape`.
-        shape: Name of a preset in `arctic_rl_c.local.model.SHAPES`; used when `path` is None.
+        shape: Name of a preset in `SHAPES`; used when `path` is None.
         seed: Seed of the random initialisation.
         dtype: `float32`, `bfloat16` or `float16`; None means float32 on a CPU and bfloat16 on
             a GPU.
@@ -39,6 +75,11 @@ class ModelOptions:
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
     threads: int | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError for a shape that does not exist."""
+        if self.path is None and self.shape not in SHAPES:
+            raise ConfigError(f"shape {self.shape!r} is not one of {', '.join(SHAPES)}")
 
 
 @dataclass
@@ -149,6 +190,8 @@ class LocalOptions:
             shared.shape = path.removeprefix("random:")
         else:
             shared.path = path
+        if device == "cpu" and shared.path is None and shared.shape in SMALL_SHAPES:
+            shared.threads = 1
         length = int(data.get("max_prompt_length", 512)) + int(data.get("max_response_length", 512))
         return cls(
             trainer_model=shared,

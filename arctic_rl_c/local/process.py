@@ -34,6 +34,7 @@ import numpy as np
 from arctic_rl_c import PeerLostError, PeerTimeoutError
 from arctic_rl_c.local import frames
 from arctic_rl_c.local.remote_errors import rebuild_error
+from arctic_rl_c.local.worker import INTERRUPT
 
 _TAIL_BYTES = 16384
 _SOCKET_BYTES = 1 << 20
@@ -143,6 +144,15 @@ class RoleProcess:
                 return request.future
         request.future.set_exception(self._lost_error(op))
         return request.future
+
+    def interrupt(self, op: str) -> None:
+        """Break off an op that is with the child, if the role allows that; its future fails.
+
+        Does nothing when another op runs, or none.
+        """
+        with self._lock:
+            if self._current is not None and self._current.op == op and self._process is not None:
+                self._process.send_signal(INTERRUPT)  # which knows when the child is gone
 
     def close(self, timeout: float = 5.0) -> None:
         """End the child and wait for it: in order when it is idle, by force after `timeout`.
@@ -255,7 +265,8 @@ class RoleProcess:
                 self._outgoing[0] = self._outgoing[0][sent:]
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        request, self._current = self._current, None
+        with self._lock:
+            request, self._current = self._current, None
         assert request is not None
         if "error" in answer:
             error = rebuild_error(answer["error"])
@@ -378,6 +389,8 @@ def _start_child(descriptor: int) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     environment.setdefault("HF_HUB_OFFLINE", "1")  # models come from disk; never wait for a network
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # The roles take turns on the same cores: threads that spin while they wait take the other's.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return subprocess.Popen(
         # The child imports exactly what its parent would.
         [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(descriptor), str(os.getpid())],

@@ -51,6 +51,9 @@ class Sampler:
         }
     )
 
+    #: The ops among them that may be broken off while they wait.
+    INTERRUPTIBLE = frozenset({"pull_weights"})
+
     def __init__(self, model: ModelOptions, options: SamplerOptions) -> None:
         if model.threads is not None:
             torch.set_num_threads(model.threads)

@@ -16,6 +16,9 @@ from typing import Any, Protocol
 
 from arctic_rl_c import PeerLostError, WeightSyncError
 
+#: How long the other side of a failed transfer may take to notice by itself.
+_INTERRUPT_SECONDS = 0.25
+
 
 class Role(Protocol):
     """A trainer or sampler that is somewhere."""
@@ -24,6 +27,10 @@ class Role(Protocol):
 
     def submit(self, op: str, **arguments: Any) -> Future[Any]:
         """Ask for one of the role's ops; the future gives its result or its exception."""
+        ...
+
+    def interrupt(self, op: str) -> None:
+        """Break off `op` if it is what the role waits in; a role that cannot does nothing."""
         ...
 
 
@@ -231,8 +238,11 @@ class EmbeddedServer:
         done, _ = wait((serving, pulling), return_when=FIRST_EXCEPTION)
         failed = [f for f in done if f.exception() is not None]
         if failed:
-            # The side that failed first knows why; the other then notices that it is alone.
-            wait((serving, pulling))
+            # The side that failed first knows why. The other may wait for it to the deadline,
+            # or not have begun to: then it has to be told again.
+            while wait((serving, pulling), timeout=_INTERRUPT_SECONDS).not_done:
+                self._trainer.interrupt("serve_weights")
+                self._sampler.interrupt("pull_weights")
             raise failed[0].exception()  # type: ignore[misc]
         result = {
             "status": "ok",

@@ -21,7 +21,7 @@ import arctic_rl_c
 from arctic_rl_c import ArcticError, ArcticRLClient, normalize_config
 from arctic_rl_c.local.grpo import Grpo, GrpoOptions, StepReport
 from arctic_rl_c.local.model import VOCABULARY, load_tokenizer
-from arctic_rl_c.local.options import LocalOptions
+from arctic_rl_c.local.options import SMALL_SHAPES, LocalOptions
 from arctic_rl_c.local.tasks import Arithmetic
 from arctic_rl_c.transports.local import LocalTransport
 
@@ -32,7 +32,6 @@ _FLAGS = {
     "ring": (True, True),
     "nccl": (False, False),
 }
-_SMALL = ("micro", "tiny")
 
 
 class SmokeError(ArcticError):
@@ -97,7 +96,7 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
 def main_config(options: SmokeOptions) -> dict[str, Any]:
     """The run as a main config, in the generation asked for."""
     ipc, low = _flags(options)
-    small = options.model is None and options.shape in _SMALL
+    small = options.model is None and options.shape in SMALL_SHAPES
     lr = options.lr if options.lr is not None else (4e-3 if small else 1e-5)
     prompt = 8 if small else 32
     return {
@@ -161,6 +160,8 @@ def _flags(options: SmokeOptions) -> tuple[bool, bool]:
 
 def local_options(options: SmokeOptions, config: dict[str, Any]) -> LocalOptions:
     """The server's options for a run."""
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        raise SmokeError(f"--device {options.device}: torch sees no CUDA device here")
     local = LocalOptions.from_config(config, device=options.device)
     if options.transport == "nccl":
         local.trainer_model.device, local.sampler_model.device = "cuda:0", "cuda:1"
@@ -168,8 +169,6 @@ def local_options(options: SmokeOptions, config: dict[str, Any]) -> LocalOptions
         local.weight_transport = options.transport
     for model in (local.trainer_model, local.sampler_model):
         model.seed = options.seed
-        if options.device == "cpu" and options.model is None and options.shape in _SMALL:
-            model.threads = 1  # matrices this small lose by being shared out
     local.sampler.seed = options.seed
     # Other weights than the trainer's, so that equality afterwards proves the transfer.
     local.sampler.load_format = "dummy"

@@ -74,6 +74,9 @@ class Trainer:
         }
     )
 
+    #: The ops among them that may be broken off while they wait.
+    INTERRUPTIBLE = frozenset({"serve_weights"})
+
     def __init__(self, model: ModelOptions, options: TrainerOptions) -> None:
         if model.threads is not None:
             torch.set_num_threads(model.threads)

@@ -15,17 +15,46 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from arctic_rl_c import WeightSyncError
 from arctic_rl_c.local import frames
 from arctic_rl_c.local.options import ModelOptions, SamplerOptions, TrainerOptions, from_dict
 from arctic_rl_c.local.remote_errors import describe_error
 
 _PR_SET_PDEATHSIG = 1
+#: What the parent sends to break off an op.
+INTERRUPT = signal.SIGUSR1
 #: How long a running op may go on after the parent has gone, so that it can clean up.
 _GRACE_SECONDS = 2.0
+
+
+class _Interruption:
+    """Lets the parent break off an op that waits for somebody who will not come.
+
+    The parent's signal raises in the main thread, which runs the ops; outside an op that
+    allows it, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._allowed = False
+
+    def raise_if_allowed(self, *_: Any) -> None:
+        """The signal's handler."""
+        if self._allowed:
+            self._allowed = False
+            raise WeightSyncError("broken off: the other side of the weight sync has failed")
+
+    def run(self, allowed: bool, work: Callable[[], Any]) -> Any:
+        """Do some work."""
+        try:
+            self._allowed = allowed
+            return work()
+        finally:
+            self._allowed = False
 
 
 def build_role(role: str, options: Mapping[str, Any]) -> Any:
@@ -134,6 +163,8 @@ def serve(sock: socket.socket) -> None:
     for target in (connection.read_requests, lambda: _leave_at_sigterm(connection.requests)):
         threading.Thread(target=target, daemon=True).start()
     role: Any = None
+    interruption = _Interruption()
+    signal.signal(INTERRUPT, interruption.raise_if_allowed)
     try:
         while (request := connection.requests.get()) is not None:
             try:
@@ -141,7 +172,8 @@ def serve(sock: socket.socket) -> None:
                     role = _load(request["factory"])(request["role"], request["options"])
                     result: Any = {"pid": os.getpid()}
                 else:
-                    result = run_op(role, request["op"], request["arguments"])
+                    work = partial(run_op, role, request["op"], request["arguments"])
+                    result = interruption.run(request["op"] in role.INTERRUPTIBLE, work)
                 answer = {"result": result}
             except Exception as error:
                 answer = {"error": describe_error(error)}

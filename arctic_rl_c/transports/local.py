@@ -23,6 +23,9 @@ class LocalTransport(EmbeddedServer):
     Args:
         options: A `LocalOptions`, or a normalised main config to derive them from.
 
+    Raises:
+        ConfigError: An option is wrong.
+
     Example:
         >>> async with LocalTransport(LocalOptions()) as transport:
         ...     await transport.generate(["1+2="], {"max_tokens": 4})
@@ -38,6 +41,8 @@ class LocalTransport(EmbeddedServer):
     def __init__(self, options: LocalOptions | Mapping[str, Any]) -> None:
         if not isinstance(options, LocalOptions):
             options = LocalOptions.from_config(options)
+        for model in (options.trainer_model, options.sampler_model):
+            model.check()
         self.options = options
         #: Whether log-probs of the reference model can be asked for.
         self.serves_reference = options.trainer.reference

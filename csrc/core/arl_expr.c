@@ -291,15 +291,43 @@ out:
     return status;
 }
 
+/* After a part of a list: either the end or a comma, and what comes next. */
+static arl_status_t
+next_part(arl_expr_t *expr, char close, bool *done_p)
+{
+    skip_spaces(expr);
+    *done_p = *expr->p == close;
+    if (!*done_p && *expr->p != ',') {
+        return expr_fail(expr, "',' or '%c' is missing", close);
+    }
+    expr->p++;
+    if (!*done_p) {
+        skip_spaces(expr);
+    }
+    return ARL_OK;
+}
+
+/* What opens a list is read; true when nothing is in it, and then its end is read too. */
+static bool
+is_empty_list(arl_expr_t *expr, char close)
+{
+    skip_spaces(expr);
+    if (*expr->p != close) {
+        return false;
+    }
+    expr->p++;
+    return true;
+}
+
 /* The arguments up to `}`; a place left empty is empty text. */
 static arl_status_t
 resolver_args(arl_expr_t *expr, arl_node_t **args, size_t *count_p)
 {
-    arl_status_t status;
+    bool done = is_empty_list(expr, '}');
+    arl_status_t status = ARL_OK;
     size_t count = 0;
 
-    skip_spaces(expr);
-    while (*expr->p != '}' || count > 0) {
+    while (!done) {
         if (count == ARL_EXPR_ARGS_MAX) {
             return expr_fail(expr, "more than %d arguments", ARL_EXPR_ARGS_MAX);
         }
@@ -312,18 +340,9 @@ resolver_args(arl_expr_t *expr, arl_node_t **args, size_t *count_p)
             ARL_CHECK_GOTO(status, element(expr, &args[count]), out);
         }
         count++;
-        skip_spaces(expr);
-        if (*expr->p == '}') {
-            break;
-        }
-        if (*expr->p != ',') {
-            return expr_fail(expr, "',' or '}' is missing");
-        }
-        expr->p++;
-        skip_spaces(expr);
+        ARL_CHECK_GOTO(status, next_part(expr, '}', &done), out);
     }
     *count_p = count;
-    return ARL_OK;
 out:
     return status;
 }
@@ -356,7 +375,6 @@ interpolation_inner(arl_expr_t *expr, arl_node_t **value_p)
     if (status != ARL_OK) {
         return status;
     }
-    expr->p++;
     return expr->host->resolver(expr->host->context, path.data, path.size, args, count, value_p);
 }
 
@@ -557,12 +575,13 @@ list_value(arl_expr_t *expr, arl_node_t **value_p)
 {
     arl_node_t *list, *item;
     arl_status_t status;
+    bool done;
 
     expr->p++;
-    skip_spaces(expr);
+    done = is_empty_list(expr, ']');
     ARL_CHECK_GOTO(status, arl_node_new(expr->tree, ARL_NODE_LIST, expr->site, &list, expr->err),
                    out);
-    while (*expr->p != ']' || list->as.list.count > 0) {
+    while (!done) {
         if (expr->host != NULL && (*expr->p == ',' || *expr->p == ']')) { /* a place left empty */
             ARL_CHECK_GOTO(status,
                            arl_node_new_text(expr->tree, "", 0, expr->site, &item, expr->err), out);
@@ -571,18 +590,35 @@ list_value(arl_expr_t *expr, arl_node_t **value_p)
             ARL_CHECK_GOTO(status, owned_element(expr, &item), out);
         }
         ARL_CHECK_GOTO(status, arl_list_append(expr->tree, list, item, expr->err), out);
-        skip_spaces(expr);
-        if (*expr->p == ']') {
-            break;
-        }
-        if (*expr->p != ',') {
-            return expr_fail(expr, "',' or ']' is missing");
-        }
-        expr->p++;
-        skip_spaces(expr);
+        ARL_CHECK_GOTO(status, next_part(expr, ']', &done), out);
+    }
+    *value_p = list;
+out:
+    return status;
+}
+
+/* key: value */
+static arl_status_t
+map_pair(arl_expr_t *expr, arl_node_t *map)
+{
+    arl_node_t *key, *value;
+    arl_status_t status;
+
+    ARL_CHECK_GOTO(status, bare_word(expr, true, &key), out);
+    skip_spaces(expr);
+    if (*expr->p != ':') {
+        return expr_fail(expr, "':' is missing");
+    }
+    if (key->kind == ARL_NODE_NULL) {
+        return expr_fail(expr, "null cannot be a key");
+    }
+    if (arl_map_find_node(map, key) != NULL) {
+        return expr_fail(expr, "a key is given twice");
     }
     expr->p++;
-    *value_p = list;
+    skip_spaces(expr);
+    ARL_CHECK_GOTO(status, owned_element(expr, &value), out);
+    status = arl_map_set_node(expr->tree, map, key, value, expr->err);
 out:
     return status;
 }
@@ -591,40 +627,18 @@ out:
 static arl_status_t
 map_value(arl_expr_t *expr, arl_node_t **value_p)
 {
-    arl_node_t *map, *key, *value;
+    arl_node_t *map;
     arl_status_t status;
+    bool done;
 
     expr->p++;
-    skip_spaces(expr);
+    done = is_empty_list(expr, '}');
     ARL_CHECK_GOTO(status, arl_node_new(expr->tree, ARL_NODE_MAP, expr->site, &map, expr->err),
                    out);
-    while (*expr->p != '}' || map->as.map.count > 0) {
-        ARL_CHECK_GOTO(status, bare_word(expr, true, &key), out);
-        skip_spaces(expr);
-        if (*expr->p != ':') {
-            return expr_fail(expr, "':' is missing");
-        }
-        if (key->kind == ARL_NODE_NULL) {
-            return expr_fail(expr, "null cannot be a key");
-        }
-        expr->p++;
-        skip_spaces(expr);
-        ARL_CHECK_GOTO(status, owned_element(expr, &value), out);
-        if (arl_map_find_node(map, key) != NULL) {
-            return expr_fail(expr, "a key is given twice");
-        }
-        ARL_CHECK_GOTO(status, arl_map_set_node(expr->tree, map, key, value, expr->err), out);
-        skip_spaces(expr);
-        if (*expr->p == '}') {
-            break;
-        }
-        if (*expr->p != ',') {
-            return expr_fail(expr, "',' or '}' is missing");
-        }
-        expr->p++;
-        skip_spaces(expr);
+    while (!done) {
+        ARL_CHECK_GOTO(status, map_pair(expr, map), out);
+        ARL_CHECK_GOTO(status, next_part(expr, '}', &done), out);
     }
-    expr->p++;
     *value_p = map;
 out:
     return status;

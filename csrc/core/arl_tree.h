@@ -32,7 +32,7 @@ typedef enum arl_node_kind {
     ARL_NODE_FOREIGN, /* an object of the embedding language; `integer` is its number there */
 } arl_node_kind_t;
 
-/* Not terminated by size alone: data[size] is also '\0', but the text may hold '\0' itself. */
+/* data[size] is '\0', and there may be others before it: a quoted scalar can hold one. */
 typedef struct arl_string {
     const char *data;
     size_t size;
