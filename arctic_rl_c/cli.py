@@ -50,6 +50,23 @@ def build_parser() -> argparse.ArgumentParser:
     add("--json", metavar="PATH", help="write all numbers of the run")
     add("--plot", metavar="PATH", help="draw the score (needs matplotlib)")
     add("--traceback", action="store_true", help="show where an error came from")
+    serve = commands.add_parser(
+        "serve",
+        help="the embedded server over HTTP",
+        description="Serve a trainer and a sampler over HTTP until interrupted. There is no "
+        "authentication: keep it on the loopback address, or on a network that you trust.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    serve.set_defaults(run=_serve)
+    add = serve.add_argument
+    add("--config", metavar="FILE", help="a YAML main config to serve; default: a random --shape")
+    add("--model", metavar="PATH", help="a local Hugging Face model")
+    add("--shape", default="tiny", help="shape of the random model: micro, tiny or qwen3-0.6b")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=7000, help="0 picks a free one")
+    add("--open", action="store_true", help="allow a --host that other machines reach")
+    add("--traceback", action="store_true", help="show where an error came from")
     return parser
 
 
@@ -64,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(
             f"error: {error}\n{options.command} needs more than the core package: "
-            "pip install 'arctic_rl_c[local]'",
+            "pip install 'arctic_rl_c[local,http]'",
             file=sys.stderr,
         )
         return 1
@@ -87,6 +104,15 @@ def _smoke(options: argparse.Namespace) -> int:
 
     values = vars(options)
     run_smoke(SmokeOptions(**{name: values[name] for name in SmokeOptions.__dataclass_fields__}))
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from arctic_rl_c.local.serve import ServeOptions, run_serve
+
+    values = vars(options)
+    fields = {name: values[name] for name in ServeOptions.__dataclass_fields__}
+    run_serve(ServeOptions(**fields), lambda line: print(line, flush=True))
     return 0
 
 

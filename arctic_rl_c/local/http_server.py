@@ -40,7 +40,7 @@ from arctic_rl_c.transports.http_body import (
     read_body,
 )
 
-__all__ = ["HttpServer"]
+__all__ = ["HttpServer", "listen"]
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class HttpServer:
         backend: Who runs the ops; usually a `LocalTransport`. It stays its owner's.
         host: Address to listen on.
         port: 0 picks a free one.
+        listener: A socket from `listen` instead of host and port; closed with the server.
         max_body_bytes: The largest request body; larger ones come in byte chunks.
         max_pending_bytes: How much of unfinished chunked requests is kept.
 
@@ -92,13 +93,14 @@ class HttpServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        listener: socket.socket | None = None,
         max_body_bytes: int = 4 << 30,
         max_pending_bytes: int = 16 << 30,
     ) -> None:
         self._backend = backend
         self._max_body = max_body_bytes
-        self._socket = _listen(host, port)
-        self.host, self.port = host, int(self._socket.getsockname()[1])
+        self._socket = listen(host, port) if listener is None else listener
+        self.host, self.port = self._socket.getsockname()[:2]
         self.server_id = uuid.uuid4().hex
         self._jobs = JobTable(_model_name(backend))
         self._chunks = ChunkStore(max_pending_bytes)
@@ -488,8 +490,12 @@ def _model_name(backend: Transport) -> str | None:
     return model.path or f"random:{model.shape}"
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket. It stays open from here on, so its port cannot go to anybody else."""
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. It stays open from here on, so its port cannot go to anybody else.
+
+    Raises:
+        OSError: The port is taken, or the address is not this machine's; says which.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
