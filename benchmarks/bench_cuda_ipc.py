@@ -242,7 +242,8 @@ def phases(trainer: Trainer, variant: Callable[[], None], rounds: int) -> str:
         variant()
         seen.append(trainer.ask("phases"))
     parts = [
-        f"{key.removesuffix("_seconds")} {common.duration(statistics.median(s[key] for s in seen))}" for key in seen[0]
+        f"{key.removesuffix('_seconds')} {common.duration(statistics.median(s[key] for s in seen))}"
+        for key in seen[0]
     ]
     return ", ".join(parts)
 

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Renew the table of ratios in README.md from benchmarks/results, or check it with --check.
+
+Of each benchmark the newest result with the most cores is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+BEGIN, END = "<!-- ratios: tools/readme_tables.py -->\n", "<!-- end of ratios -->"
+
+#: (what the README calls it, start of the section's title). Ratios are facts of the section.
+ROWS = [
+    ("`pad_prompt_response`, 128 × (512 + 1024) int64", "pad_prompt_response 128 x (512 + 1024) int64"),
+    ("`pad_prompt_response`, 1024 × (1024 + 3072) int64", "pad_prompt_response 1024 x (1024 + 3072) int64"),
+    ("`pad_prompt_response`, 4096 × (1024 + 3072) int64", "pad_prompt_response 4096 x (1024 + 3072) int64"),
+    ("the same, float32", "pad_prompt_response 4096 x (1024 + 3072) float32"),
+    ("`make_jagged`, 4096 × (1024 + 3072) int64", "make_jagged 4096 x (1024 + 3072) int64"),
+]  # fmt: skip
+
+
+def newest(benchmark: str) -> dict[str, Any]:
+    results = [
+        json.loads(path.read_text())
+        for path in (ROOT / "benchmarks" / "results").glob(f"{benchmark}-*.json")
+    ]
+    return max(results, key=lambda r: (r["machine"]["cores"], r["machine"]["date"]))
+
+
+def table() -> str:
+    result = newest("padding")
+    machine = result["machine"]
+    lines = [
+        f"{machine['cores']} cores ({machine['cpu']}), {machine['date']}, medians of one run:",
+        "",
+        "| call | row by row in torch | a copy to fresh memory |",
+        "| --- | --- | --- |",
+    ]
+    for name, title in ROWS:
+        section = next(
+            s for s in result["sections"] if re.match(re.escape(title) + ", output", s["title"])
+        )
+        facts = section["facts"]
+        rows = float(facts["row by row / ours"])
+        copy = float(next(v for k, v in facts.items() if k.startswith("ours / ")))
+        lines.append(f"| {name} | {rows:.0f} × our time | ours takes {copy:.2f} × that |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    text = README.read_text()
+    before, rest = text.split(BEGIN)
+    old, after = rest.split(END)
+    if old == table():
+        return 0
+    if "--check" in arguments:
+        print("README.md: its ratios are not those of benchmarks/results; run", __file__)
+        return 1
+    README.write_text(before + BEGIN + table() + END + after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
