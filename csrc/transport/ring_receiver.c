@@ -15,28 +15,11 @@ typedef struct ring_import {
     arl_export_t *local; /* same process: the sender's own address, no mapping */
     arl_cuda_mapping_t mapping;
     const char *address; /* base.bases points here */
-    arl_ring_geometry_t geometry;
-    arl_ring_queue_t queue;
-    arl_stream_t stream;
-    uint64_t plan_serial; /* that `plans` were made for; 0: none */
-    arl_cuda_plan_t **plans;
-    int64_t plan_count;
+    arl_cuda_queue_t queue;
+    arl_chunk_unpacker_t unpacker;
 } ring_import_t;
 
 /* ---- opening and closing -------------------------------------------------------------------- */
-
-static void
-drop_plans(ring_import_t *import)
-{
-    for (int64_t i = 0; i < import->plan_count; i++) {
-        arl_cuda_plan_free(import->plans[i]);
-    }
-    free(import->plans);
-    import->plans = NULL;
-    import->plan_count = 0;
-    import->plan_serial = 0;
-    arl_stream_free(&import->stream);
-}
 
 static void
 drop_local(ring_import_t *import)
@@ -56,15 +39,15 @@ import_free(ring_import_t *import)
 
     /* In a child after fork nothing of the driver's may be touched. */
     if (import->engine != NULL && arl_cuda_load(&api, NULL) == ARL_OK) {
-        if (arl_ring_idle(import->engine)) {
-            drop_plans(import);
+        if (arl_cuda_idle(&import->engine->device, import->engine->stream)) {
+            arl_chunk_unpacker_free(&import->unpacker, false);
             arl_cuda_mapping_close(&import->engine->device, &import->mapping);
         }
-        arl_ring_queue_close(&import->queue);
+        arl_cuda_queue_close(&import->queue);
         arl_cuda_engine_release(import->engine);
     }
     drop_local(import);
-    arl_stream_free(&import->stream);
+    arl_chunk_unpacker_free(&import->unpacker, true);
     free(import);
 }
 
@@ -85,73 +68,20 @@ arl_ring_close(arl_import_t **import_io, bool keep)
 }
 
 static arl_status_t
-read_geometry(const arl_offer_t *offer, arl_ring_geometry_t *geometry_p, arl_error_t *err)
+read_geometry(const arl_offer_t *offer, arl_chunk_geometry_t *geometry_p, arl_error_t *err)
 {
-    arl_ring_geometry_t geometry = {0};
+    arl_chunk_geometry_t geometry = {0};
 
     if (offer->blob_size == sizeof(geometry)) {
         memcpy(&geometry, offer->blob, sizeof(geometry));
     }
-    if (offer->alloc_count != 1 || geometry.slots == 0 || geometry.slots > ARL_RING_SLOTS_MAX ||
-        geometry.slot_bytes == 0 || geometry.slot_bytes % ARL_STREAM_ALIGN != 0 ||
-        geometry.slot_bytes > INT64_MAX / ARL_RING_SLOTS_MAX ||
+    if (offer->alloc_count != 1 || !arl_chunk_geometry_valid(&geometry) ||
         offer->allocs[0].size < geometry.slots * geometry.slot_bytes) {
         return arl_error_set(err, ARL_ERR_SYNC, PULL,
                              "offer is not valid: it describes no ring of slots");
     }
     *geometry_p = geometry;
     return ARL_OK;
-}
-
-static arl_status_t
-plan_chunk(ring_import_t *import, const arl_pull_t *pull, int64_t chunk, arl_error_t *err)
-{
-    arl_copy_list_t list = {0};
-    arl_status_t status = arl_stream_unpack(&import->stream, pull->plan, chunk, &list, err);
-
-    if (status == ARL_OK) {
-        status = arl_cuda_plan_create(import->engine, list.items, list.count, 1, pull->deadline,
-                                      &import->plans[chunk], err);
-    }
-    arl_copy_list_free(&list);
-    return status;
-}
-
-/* The tables of all chunks, unless they are those of this plan already. Made before anything is
- * written, so that a device without memory for them tears nothing. */
-static arl_status_t
-prepare(ring_import_t *import, const arl_pull_t *pull, const arl_ring_geometry_t *geometry,
-        arl_error_t *err)
-{
-    arl_status_t status;
-
-    if (import->plan_serial == pull->plan->serial &&
-        memcmp(&import->geometry, geometry, sizeof(*geometry)) == 0) {
-        return ARL_OK;
-    }
-    drop_plans(import);
-    import->geometry = *geometry;
-    status = arl_stream_init(pull->offer, (int64_t)geometry->slot_bytes, &import->stream, err);
-    if (status != ARL_OK) {
-        return status;
-    }
-    import->plans = calloc((size_t)import->stream.chunk_count + 1, sizeof(import->plans[0]));
-    if (import->plans == NULL) {
-        return arl_error_set(err, ARL_ERR_NOMEM, PULL, "out of memory for %lld chunks",
-                             (long long)import->stream.chunk_count);
-    }
-    import->base.extra_bytes = 0;
-    for (int64_t k = 0; k < import->stream.chunk_count && status == ARL_OK; k++) {
-        status = plan_chunk(import, pull, k, err);
-        import->plan_count = k + 1;
-        if (status == ARL_OK) {
-            import->base.extra_bytes += (int64_t)arl_cuda_plan_table_bytes(import->plans[k]);
-        }
-    }
-    if (status == ARL_OK) {
-        import->plan_serial = pull->plan->serial;
-    }
-    return status;
 }
 
 /* The sender's slots, readable here. */
@@ -201,7 +131,9 @@ import_new(int ordinal, uint32_t slots, ring_import_t **import_p, arl_error_t *e
     import->base.device_index = ordinal;
     status = arl_cuda_engine_acquire(ordinal, &import->engine, err);
     if (status == ARL_OK) {
-        status = arl_ring_queue_open(&import->queue, import->engine, slots, err);
+        import->unpacker.engine = import->engine;
+        status = arl_cuda_queue_open(&import->queue, &import->engine->device,
+                                     import->engine->stream, slots, err);
     }
     if (status != ARL_OK) {
         import_free(import);
@@ -215,7 +147,7 @@ arl_status_t
 arl_ring_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err)
 {
     ring_import_t *import = (ring_import_t *)*import_io;
-    arl_ring_geometry_t geometry;
+    arl_chunk_geometry_t geometry;
     int ordinal = -1;
     arl_status_t status;
 
@@ -232,7 +164,7 @@ arl_ring_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err
         ordinal = pull->offer->unit.index; /* nothing is written: any device will do */
     }
     if (import != NULL &&
-        (import->base.device_index != ordinal || import->queue.slots != geometry.slots)) {
+        (import->base.device_index != ordinal || import->queue.depth != geometry.slots)) {
         import_free(import);
         import = NULL;
         *import_io = NULL;
@@ -249,7 +181,11 @@ arl_ring_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err
     if (status == ARL_OK) {
         status = reach(import, pull, err);
     }
-    return status != ARL_OK ? status : prepare(import, pull, &geometry, err);
+    if (status == ARL_OK) {
+        status = arl_chunk_unpacker_prepare(&import->unpacker, pull, &geometry, err);
+        import->base.extra_bytes = arl_chunk_unpacker_table_bytes(&import->unpacker);
+    }
+    return status;
 }
 
 /* ---- taking the chunks ---------------------------------------------------------------------- */
@@ -267,10 +203,10 @@ typedef struct ring_taker {
 static void
 acknowledge(ring_taker_t *taker)
 {
-    arl_ring_queue_t *queue = &taker->import->queue;
+    arl_cuda_queue_t *queue = &taker->import->queue;
     const int64_t before = queue->ended;
 
-    taker->status = arl_ring_queue_poll(queue, taker->err);
+    taker->status = arl_cuda_queue_poll(queue, taker->err);
     if (queue->ended > before) {
         atomic_store_explicit(&taker->slot->sequence, (uint64_t)queue->ended, memory_order_release);
     }
@@ -280,11 +216,11 @@ static bool
 chunk_ready(void *context)
 {
     ring_taker_t *taker = context;
-    const arl_ring_queue_t *queue = &taker->import->queue;
+    const arl_cuda_queue_t *queue = &taker->import->queue;
 
     acknowledge(taker);
     return taker->status != ARL_OK ||
-           (queue->launched - queue->ended < queue->slots &&
+           (queue->launched - queue->ended < queue->depth &&
             (int64_t)atomic_load_explicit(&taker->page->sequence, memory_order_acquire) >
                 queue->launched);
 }
@@ -322,7 +258,7 @@ taker_wait(ring_taker_t *taker, bool (*ready)(void *context))
     if (status == ARL_ERR_INTERRUPTED) {
         return arl_error_set(taker->err, status, PULL, "interrupted at chunk %lld of %lld",
                              (long long)taker->import->queue.launched,
-                             (long long)taker->import->stream.chunk_count);
+                             (long long)taker->import->unpacker.stream.chunk_count);
     }
     return arl_error_set(
         taker->err, status, PULL,
@@ -330,7 +266,7 @@ taker_wait(ring_taker_t *taker, bool (*ready)(void *context))
         "%lld); is it in serve(), which must run at the same time as pull(), and "
         "is timeout= long enough?",
         arl_deadline_elapsed_s(pull->deadline), (long long)taker->import->queue.launched,
-        (long long)taker->import->stream.chunk_count, (long long)pull->offer->sender.pid);
+        (long long)taker->import->unpacker.stream.chunk_count, (long long)pull->offer->sender.pid);
 }
 
 static arl_status_t
@@ -339,17 +275,14 @@ take_all(ring_taker_t *taker)
     ring_import_t *import = taker->import;
     arl_status_t status = ARL_OK;
 
-    for (int64_t k = 0; k < import->stream.chunk_count && status == ARL_OK; k++) {
-        const uintptr_t base =
-            (uintptr_t)import->address + (uintptr_t)((uint64_t)k % import->geometry.slots) *
-                                             (uintptr_t)import->geometry.slot_bytes;
-
+    for (int64_t k = 0; k < import->unpacker.stream.chunk_count && status == ARL_OK; k++) {
         status = taker_wait(taker, chunk_ready);
         if (status == ARL_OK) {
-            status = arl_cuda_plan_run(import->plans[k], &base, import->engine->stream, taker->err);
+            status = arl_chunk_unpacker_run(&import->unpacker, k, (uintptr_t)import->address,
+                                            taker->err);
         }
         if (status == ARL_OK) {
-            status = arl_ring_queue_mark(&import->queue, taker->err);
+            status = arl_cuda_queue_mark(&import->queue, taker->err);
         }
     }
     return status == ARL_OK ? taker_wait(taker, all_taken) : status;
@@ -373,11 +306,13 @@ arl_ring_copy(const arl_pull_t *pull, arl_import_t *base, arl_error_t *err)
         (status = arl_cuda_device_push(&import->engine->device, err)) != ARL_OK) {
         return status;
     }
-    arl_ring_queue_reset(&import->queue);
+    arl_cuda_queue_reset(&import->queue);
     status = take_all(&taker);
     arl_cuda_device_pop(&import->engine->device);
     if (status != ARL_OK) {
-        (void)arl_ring_idle(import->engine); /* before the sender is told that its slots are free */
+        (void)arl_cuda_idle(
+            &import->engine->device,
+            import->engine->stream); /* before the sender is told that its slots are free */
     }
     return status;
 }
