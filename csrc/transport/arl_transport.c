@@ -104,7 +104,9 @@ check_wishes(const arl_choice_t *choice, const arl_transport_t *named, arl_error
         return arl_error_set(err, ARL_ERR_VALUE, CHOOSE,
                              "cuda_ipc=False contradicts transport=\"%s\"", named->name);
     }
-    if (choice->low_memory >= 0 && (choice->low_memory == 1) != (named->id == ARL_TRANSPORT_RING)) {
+    if ((choice->low_memory == 0 && named->id == ARL_TRANSPORT_RING) ||
+        (choice->low_memory == 1 && named->id != ARL_TRANSPORT_RING &&
+         named->id != ARL_TRANSPORT_CUDA_IPC)) {
         return arl_error_set(err, ARL_ERR_VALUE, CHOOSE,
                              "low_memory=%s contradicts transport=\"%s\"",
                              choice->low_memory == 1 ? "True" : "False", named->name);
@@ -175,6 +177,12 @@ arl_transport_choose(const arl_choice_t *choice, const arl_export_request_t *req
     }
     if (transport == NULL) {
         transport = default_transport(choice, device);
+        if (transport == &arl_transport_ring && device == ARL_DEVICE_CUDA &&
+            arl_transport_cuda_ipc.accepts(request, NULL) == ARL_OK) {
+            /* low_memory bounds what a sync takes beside the weights. Where receivers can read
+             * the tensors in place it takes nothing, and every byte is copied once, not twice. */
+            transport = &arl_transport_cuda_ipc;
+        }
     }
     status = check_device(transport, device, err);
     if (status != ARL_OK || (status = transport->probe(err)) != ARL_OK) {

@@ -246,7 +246,8 @@ static arl_status_t
 taker_wait(ring_taker_t *taker, bool (*ready)(void *context))
 {
     const arl_pull_t *pull = taker->pull;
-    arl_status_t status = arl_deadline_wait(pull->deadline, ready, sender_well, taker);
+    arl_status_t status =
+        arl_deadline_wait_spinning(pull->deadline, ARL_RING_SPIN_NS, ready, sender_well, taker);
 
     if (status == ARL_OK) {
         return taker->status;

@@ -283,7 +283,8 @@ receivers_well(void *context)
 static arl_status_t
 server_wait(ring_server_t *server, bool (*ready)(void *context))
 {
-    arl_status_t status = arl_deadline_wait(server->base.deadline, ready, receivers_well, server);
+    arl_status_t status = arl_deadline_wait_spinning(server->base.deadline, ARL_RING_SPIN_NS, ready,
+                                                     receivers_well, server);
 
     if (status == ARL_OK) {
         return server->status;
