@@ -16,6 +16,7 @@
  * else passes between the processes, and neither waits on the GPU for the other: a number is
  * raised by the host when the work before it has ended. The offer's blob is the geometry.
  */
+
 /* Chunks follow one another within microseconds while a sync runs, and a sleep costs more. */
 static const int64_t ARL_RING_SPIN_NS = 2000000;
 
