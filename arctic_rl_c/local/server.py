@@ -68,8 +68,10 @@ class EmbeddedServer:
         # A sync is a sequence over both roles that must reach its end even when its caller is
         # cancelled or its loop closed: it runs on a thread. One at a time.
         self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="arctic_rl_c sync")
-        self._sync_lock = threading.Lock()
-        self._running_sync: Future[Any] | None = None
+        self._lock = threading.Lock()
+        # One for each sync that has not ended, done when it has. Never an exception in these:
+        # whoever waits for a sync to end does not ask how.
+        self._syncs: set[Future[None]] = set()
         self._closed = False
 
     # -- trainer -----------------------------------------------------------------------------
@@ -168,11 +170,20 @@ class EmbeddedServer:
         low = (self._low_memory and ipc) if low_memory is None else low_memory
         if low and not ipc:
             raise ValueError("low_memory applies to cuda_ipc only: set both, or neither")
-        with self._sync_lock:
+        with self._lock:
             if self._closed:
                 raise PeerLostError("the embedded server was shut down")
+            ended: Future[None] = Future()
+            ended.set_running_or_notify_cancel()  # a waiter that is cancelled cannot cancel it
+            self._syncs.add(ended)
             future = self._sync_thread.submit(self._sync, ipc, low)
-            self._running_sync = future
+
+        def end(_: Future[Any]) -> None:
+            with self._lock:
+                self._syncs.discard(ended)
+            ended.set_result(None)
+
+        future.add_done_callback(end)
         result: dict[str, Any] = await asyncio.wrap_future(future)
         return result
 
@@ -196,15 +207,21 @@ class EmbeddedServer:
 
     def close(self) -> None:
         """End the sync thread, after a sync that is running. The roles are their owner's."""
-        with self._sync_lock:
+        with self._lock:
             self._closed = True
         self._sync_thread.shutdown()
 
     async def _ask(self, role: Role, op: str, **arguments: Any) -> dict[str, Any]:
-        # Between its steps a sync has the sampler half awake and the weights on offer.
-        while (sync := self._running_sync) is not None and not sync.done():
-            await asyncio.wait([asyncio.wrap_future(sync)])
-        result: dict[str, Any] = await asyncio.wrap_future(role.submit(op, **arguments))
+        # Between its steps a sync has the sampler half awake and the weights on offer. What is
+        # handed to a role before a sync begins is done before the sync's own first step.
+        while True:
+            with self._lock:
+                sync = next(iter(self._syncs), None)
+                if sync is None:
+                    future = role.submit(op, **arguments)
+                    break
+            await asyncio.wrap_future(sync)
+        result: dict[str, Any] = await asyncio.wrap_future(future)
         return result
 
     def _sync(self, cuda_ipc: bool, low_memory: bool) -> dict[str, Any]:
