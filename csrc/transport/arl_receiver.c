@@ -230,6 +230,7 @@ arl_receiver_begin(arl_receiver_t *receiver, const void *bytes, size_t size, arl
     session->was_torn = receiver->torn;
     session->pull.offer = &session->offer;
     session->pull.views = views;
+    session->pull.keep = receiver->keep_mapped;
     session->pull.deadline = deadline;
     session->pull.stream = receiver->stream;
     status = read_offer(receiver, bytes, size, session, &reason);
@@ -359,7 +360,9 @@ arl_receiver_end(arl_receiver_t *receiver, arl_session_t *session, const arl_err
 
     (void)phase_end(session);
     if (session->import != NULL) {
-        session->transport->close(&session->import, receiver->keep_mapped && reason == NULL);
+        session->transport->close(&session->import,
+                                  (receiver->keep_mapped || session->transport->connects) &&
+                                      reason == NULL);
         receiver->kept[session->transport->id] = session->import;
         session->import = NULL;
     }

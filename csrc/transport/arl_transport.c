@@ -12,27 +12,6 @@ static const arl_transport_t *const transports[ARL_TRANSPORT_COUNT] = {
 #undef ARL_TRANSPORT_ENTRY
 };
 
-/* ---- transports to come ---------------------------------------------------------------------- */
-
-#define ARL_TRANSPORT_TO_COME(field, constant, streams_, same_host_, instead)                      \
-    static arl_status_t field##_probe(arl_error_t *err)                                            \
-    {                                                                                              \
-        return arl_error_set(err, ARL_ERR_UNAVAILABLE, CHOOSE,                                     \
-                             "this version of arctic_rl_c has no " #field                          \
-                             " transport yet; " instead);                                          \
-    }                                                                                              \
-    const arl_transport_t arl_transport_##field = {                                                \
-        .id = constant,                                                                            \
-        .name = #field,                                                                            \
-        .needs_gpu = true,                                                                         \
-        .same_host = (same_host_),                                                                 \
-        .streams = (streams_),                                                                     \
-        .probe = field##_probe,                                                                    \
-    }
-
-ARL_TRANSPORT_TO_COME(nccl, ARL_TRANSPORT_NCCL, true, false,
-                      "on one machine, keep the parameters in CPU memory for host_shm");
-
 /* ---- table ----------------------------------------------------------------------------------- */
 
 const arl_transport_t *
@@ -123,7 +102,7 @@ default_transport(const arl_choice_t *choice, arl_device_type_t device)
                                        : &arl_transport_host_shm;
     }
     if (choice->cuda_ipc == 0) {
-        return choice->colocated == 0 ? &arl_transport_nccl : &arl_transport_host_shm;
+        return choice->colocated == 1 ? &arl_transport_host_shm : &arl_transport_nccl;
     }
     if (choice->low_memory == 1) {
         return &arl_transport_ring;

@@ -99,6 +99,7 @@ typedef struct arl_pull {
     arl_control_t *control; /* NULL when the sender is on another machine */
     arl_export_t *local;    /* the sender's end, when it is in this process */
     bool views;             /* the mapping will be handed out: protect the sender's bytes */
+    bool keep;              /* keep_mapped=True: memory may be kept for the next pull */
     void *stream;           /* CUstream of the caller, which the copies are ordered after */
     arl_deadline_t *deadline;
 } arl_pull_t;
@@ -109,6 +110,7 @@ typedef struct arl_transport {
     bool needs_gpu; /* the tensors must be in GPU memory */
     bool same_host; /* offers of other machines are refused */
     bool streams;   /* bytes move during serve(); the offer has no allocations */
+    bool connects;  /* what open() makes is kept after every pull that went well */
 
     /* Whether it can work in this process; ARL_ERR_UNAVAILABLE says why not. */
     arl_status_t (*probe)(arl_error_t *err);

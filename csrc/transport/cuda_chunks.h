@@ -125,6 +125,9 @@ typedef struct arl_chunk_server {
     void *context;
 } arl_chunk_server_t;
 
+/* Whether all that must be fed is. */
+arl_status_t arl_chunk_serve_check(const arl_chunk_server_t *server, arl_error_t *err);
+
 /* Fills chunk after chunk. The engine's device must be current. */
 arl_status_t arl_chunk_serve(arl_chunk_server_t *server, arl_error_t *err);
 

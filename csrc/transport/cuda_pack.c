@@ -327,12 +327,18 @@ done:
 }
 
 arl_status_t
-arl_chunk_serve(arl_chunk_server_t *server, arl_error_t *err)
+arl_chunk_serve_check(const arl_chunk_server_t *server, arl_error_t *err)
 {
     if (server->feed == NULL && server->packer->count == 0) {
         return arl_error_set(err, ARL_ERR_VALUE, SERVE,
                              "some tensors were announced as (dtype, shape) only; pass them to "
                              "serve() as an iterable of (name, tensor)");
     }
+    return ARL_OK;
+}
+
+arl_status_t
+arl_chunk_serve(arl_chunk_server_t *server, arl_error_t *err)
+{
     return server->feed != NULL ? serve_fed(server, err) : serve_planned(server, err);
 }

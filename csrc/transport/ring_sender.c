@@ -347,9 +347,12 @@ arl_ring_serve(arl_export_t *base, const arl_offer_t *offer, const arl_feed_t *f
                             .export = export,
                             .page = arl_control_page(base->control),
                             .err = err};
-    arl_status_t status = arl_cuda_queue_open(&server.queue, &engine->device, engine->stream,
-                                              export->ring->packer.geometry.slots, err);
+    arl_status_t status = arl_chunk_serve_check(&server.base, err);
 
+    if (status == ARL_OK) {
+        status = arl_cuda_queue_open(&server.queue, &engine->device, engine->stream,
+                                     export->ring->packer.geometry.slots, err);
+    }
     if (status != ARL_OK) {
         return status;
     }
