@@ -423,10 +423,13 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(shapes.MODELS))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--no-timing", action="store_true", help="correctness alone")
     options = parser.parse_args()
     torch.manual_seed(0)
     facts()
     correctness(options.quick)
+    if options.no_timing:
+        return
     speed_model(options.model, options.rounds, options.quick)
     speed_strided(options.rounds)
     speed_checksum(options.model, options.rounds)
