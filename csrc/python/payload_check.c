@@ -176,8 +176,7 @@ arl_payload_check_groups(arl_state_t *state, const arl_payload_request_t *reques
     return status == ARL_OK ? 0 : refuse(state, &err);
 }
 
-/* ---- positions ----------------------------------------------------------------------------------
- */
+/* ---- positions ------------------------------------------------------------------------------- */
 
 int
 arl_payload_check_positions(arl_state_t *state, const arl_payload_request_t *request,
@@ -210,8 +209,7 @@ arl_payload_check_positions(arl_state_t *state, const arl_payload_request_t *req
     return status;
 }
 
-/* ---- mask --------------------------------------------------------------------------------------
- */
+/* ---- mask ------------------------------------------------------------------------------------ */
 
 static bool
 mask_is_one(const arl_view_t *mask, int64_t row, int64_t column)

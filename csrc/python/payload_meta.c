@@ -91,8 +91,7 @@ arl_payload_meta_close(arl_payload_meta_t *meta)
 #undef META_CLEAR
 }
 
-/* ---- values ------------------------------------------------------------------------------------
- */
+/* ---- values ---------------------------------------------------------------------------------- */
 
 /* A finite number above zero, as a Python float or int. */
 static PyObject *
@@ -231,8 +230,7 @@ arl_payload_meta_open(arl_state_t *state, const arl_payload_request_t *request,
     return meta->temperature == NULL ? -1 : 0;
 }
 
-/* ---- processing --------------------------------------------------------------------------------
- */
+/* ---- processing ------------------------------------------------------------------------------ */
 
 PyObject *
 arl_payload_processing(arl_state_t *state, bool temperature, bool update)

@@ -160,8 +160,7 @@ arl_payload_plain(arl_state_t *state, PyObject *object, const char *key)
     return copy;
 }
 
-/* ---- copies of copies --------------------------------------------------------------------------
- */
+/* ---- copies of copies ------------------------------------------------------------------------ */
 
 static PyObject *
 renew_list(PyObject *list)

@@ -380,8 +380,7 @@ arl_payload_response_column(arl_state_t *state, const arl_payload_request_t *req
     return padded;
 }
 
-/* ---- rows of a batch ---------------------------------------------------------------------------
- */
+/* ---- rows of a batch ------------------------------------------------------------------------- */
 
 /* Something that can be sliced over the same memory: what is known by DLPack alone cannot. */
 static PyObject *
@@ -464,8 +463,7 @@ release_parts:
     return result;
 }
 
-/* ---- warnings ----------------------------------------------------------------------------------
- */
+/* ---- warnings -------------------------------------------------------------------------------- */
 
 int
 arl_payload_warn(unsigned *warned, arl_payload_warning_t bit, const char *format, ...)

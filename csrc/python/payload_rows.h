@@ -41,8 +41,7 @@ PyObject *arl_payload_slice(arl_state_t *state, PyObject *tensor, int64_t begin,
 PyObject *arl_payload_slice_nested(arl_state_t *state, PyObject *object, const arl_nested_t *nested,
                                    int64_t begin, int64_t end);
 
-/* ---- payload_build.c --------------------------------------------------------------------------
- */
+/* ---- payload_build.c ------------------------------------------------------------------------- */
 
 enum { ARL_PAYLOAD_COLUMNS_MAX = 10 };
 
@@ -84,8 +83,7 @@ PyObject *arl_payload_new(arl_state_t *state, PyObject *batch, PyObject *meta,
 int arl_payload_check_common(arl_state_t *state, const arl_payload_request_t *request,
                              const arl_payload_rows_t *rows, int64_t batch_rows);
 
-/* ---- payload_check.c: before anything is built, then before it is sent ------------------------
- */
+/* ---- payload_check.c: before anything is built, then before it is sent ----------------------- */
 
 int arl_payload_check_limits(arl_state_t *state, const arl_payload_request_t *request,
                              const arl_payload_rows_t *rows, int64_t batch_rows);
@@ -99,8 +97,7 @@ int arl_payload_check_mask(arl_state_t *state, const arl_payload_request_t *requ
 int arl_payload_check_loss(arl_state_t *state, const arl_payload_request_t *request,
                            PyObject *actor, PyObject *policy);
 
-/* ---- payload_meta.c, payload_plain.c ------------------------------------------------------------
- */
+/* ---- payload_meta.c, payload_plain.c --------------------------------------------------------- */
 
 /* Every key of meta, in no order; the orders are in payload_meta.c. */
 #define ARL_PAYLOAD_META_KEYS(X)                                                                   \

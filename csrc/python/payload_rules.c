@@ -7,8 +7,7 @@
 
 #include <stdio.h>
 
-/* ---- where the values live ---------------------------------------------------------------------
- */
+/* ---- where the values live ------------------------------------------------------------------- */
 
 /* Mappings of the config: constant, parent, name. Parents come before their children. */
 #define SECTIONS(X)                                                                                \
@@ -106,8 +105,7 @@ path_write(const arl_state_t *state, section_t section, PyObject *name, char *te
     }
 }
 
-/* ---- reading -----------------------------------------------------------------------------------
- */
+/* ---- reading --------------------------------------------------------------------------------- */
 
 /* The member of a mapping: a new reference, or NULL with ConfigError that has its path. */
 static PyObject *
