@@ -177,6 +177,15 @@ def test_a_signal_in_the_middle_of_an_op(tmp_path: Path, number: signal.Signals)
         assert e.value.signal == number and e.value.exit_code is None
 
 
+def test_a_child_that_sends_nonsense_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with started() as process:
+        process.wait_started(WAIT)
+        monkeypatch.setattr("arctic_rl_c.local.process.frames.decode", lambda *_: 1 / 0)
+        with pytest.raises(PeerLostError, match="was given up, its messages make no sense"):
+            ask(process, "count")
+        assert not psutil.pid_exists(process.pid or 0)
+
+
 def test_killed_while_it_starts() -> None:
     with started(never=True) as process:
         until(lambda: process.pid, "the process")
@@ -239,7 +248,7 @@ def test_a_forked_process_is_refused(shared: RoleProcess) -> None:
     if child == 0:
         try:
             shared.submit("count")
-        except RuntimeError as error:
+        except arctic_rl_c.WrongProcessError as error:
             os.write(writer, str(error).encode())
         finally:
             os._exit(0)

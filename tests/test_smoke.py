@@ -107,7 +107,8 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
         (["--shape", "vast"], "ConfigError: shape 'vast' is not one of micro, tiny, qwen3-0.6b"),
         (["--model", "/nowhere"], "model path '/nowhere' holds no config.json"),
         (["--device", "abacus"], "abacus"),
-        (["--json", "/nowhere/run.json", "--device", "abacus"], "abacus"),
+        (["--device", "cuda:99"], "cuda:99"),
+        (["--json", "/nowhere/run.json"], "--json /nowhere/run.json: there is no such directory"),
     ],
 )
 def test_errors_are_one_line_and_a_status(

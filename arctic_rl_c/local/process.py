@@ -26,12 +26,13 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from arctic_rl_c import PeerLostError, PeerTimeoutError
+from arctic_rl_c import PeerLostError, PeerTimeoutError, WrongProcessError
 from arctic_rl_c.local import frames
 from arctic_rl_c.local.remote_errors import rebuild_error
 from arctic_rl_c.local.worker import INTERRUPT
@@ -114,7 +115,7 @@ class RoleProcess:
         """
         try:
             return dict(self._started.future.result(timeout))
-        except TimeoutError:
+        except (TimeoutError, FutureTimeoutError):  # one class from Python 3.11 on
             if self._started.future.done():
                 raise  # the role's own
             raise PeerTimeoutError(
@@ -133,7 +134,7 @@ class RoleProcess:
             is not there to answer.
         """
         if os.getpid() != self._owner:
-            raise RuntimeError(
+            raise WrongProcessError(
                 f"the {self.role} belongs to process {self._owner}; a forked process cannot use it"
             )
         request = _Request(op, {"op": op, "arguments": arguments})
@@ -197,7 +198,10 @@ class RoleProcess:
             assert self._process.stdout is not None
             with self._process.stdout as output:
                 os.set_blocking(output.fileno(), False)
-                reason = self._exchange(ours, output.fileno())
+                try:
+                    reason = self._exchange(ours, output.fileno())
+                except Exception as error:  # whatever it is, nobody may wait for ever
+                    reason = f"was given up, its messages make no sense ({error!r})"
                 # Closing the socket is what tells the child to leave.
                 ours.close()
                 self._reap()

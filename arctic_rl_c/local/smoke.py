@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import math
 import platform
@@ -433,12 +434,23 @@ def _progress(total: int) -> Iterator[Any]:
         yield advance_bar
 
 
+def _check_outputs(options: SmokeOptions) -> None:
+    """What cannot be written is said before the run, not after it."""
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise SmokeError(f"--{name} {path}: there is no such directory")
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise SmokeError("--plot needs matplotlib: pip install matplotlib")
+
+
 def run_smoke(options: SmokeOptions) -> None:
     """Run, print, and write what was asked for.
 
     Raises:
         SmokeError: The run failed; see `Smoke.run`.
     """
+    _check_outputs(options)
     smoke = Smoke(options)
     asyncio.run(smoke.run())
     if options.json is not None:
