@@ -311,6 +311,40 @@ def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
     assert "step_skipped" not in trainer.step()["metrics"]
 
 
+def test_a_call_that_fails_half_way_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = new_trainer()
+    payload = update_payload(max_token_len_per_gpu=11)
+    compute, calls = trainer._micro_loss, []
+
+    def fail_later(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError("no room")
+        return compute(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_micro_loss", fail_later)
+        with pytest.raises(MemoryError):
+            trainer.forward_backward(payload)
+    with pytest.raises(RuntimeError, match="without a forward_backward"):
+        trainer.step()
+    trainer.forward_backward(payload)
+    clean = new_trainer()
+    clean.forward_backward(payload)
+    assert trainer.step() == clean.step()
+
+
+def test_a_batch_without_a_supervised_token_teaches_nothing() -> None:
+    trainer = new_trainer(weight_decay=0.0)
+    before = weights_digest(trainer._model)
+    payload = update_payload(batch_num_tokens=torch.tensor(0))
+    payload["batch"]["response_mask"] = torch.zeros_like(payload["batch"]["response_mask"])
+    out = trainer.forward_backward(payload)
+    assert out["metrics"]["loss"] == 0.0 and out["avg_loss"] == 0.0
+    assert trainer.step()["metrics"]["grad_norm"] == 0.0
+    assert weights_digest(trainer._model) == before
+
+
 def test_step_needs_gradients() -> None:
     trainer = new_trainer()
     with pytest.raises(RuntimeError, match="without a forward_backward"):
@@ -360,6 +394,13 @@ def foreign(ids: torch.Tensor) -> torch.Tensor:
         (lambda p: p["meta"].pop("drop_position_ids"), PayloadError, "has no position_ids"),
         (lambda p: p["meta"].pop("batch_num_tokens"), KeyError, "batch_num_tokens"),
         (lambda p: p["meta"].update(max_prompt_len=12), PayloadError, "max_prompt_len 12"),
+        (lambda p: p["meta"].update(max_prompt_len=11), PayloadError, "window of 0 slots"),
+        (lambda p: p["meta"].pop("max_prompt_len"), PayloadError, "meta has no max_prompt_len"),
+        (
+            lambda p: p.update(batch={k: v[:0] for k, v in p["batch"].items()}),
+            PayloadError,
+            "nothing to learn from: 0 rows",
+        ),
         (lambda p: p["meta"].update(max_token_len_per_gpu=6), PayloadError, "row 1 has 7 tokens"),
         (lambda p: p["meta"].update(temperature=0), ValueError, "must be above 0"),
         (lambda p: p["meta"].update(logits_optimization="fast"), ValueError, "'fast' is not one"),

@@ -218,7 +218,9 @@ def _trainer_options(
     optim = _mapping(actor, "optim")
     lr = float(optim.get("lr", 1e-6))
     beta1, beta2 = optim.get("betas", (0.9, 0.999))
-    clip = optim.get("clip_grad", actor.get("grad_clip", 1.0))
+    clip = optim.get("clip_grad")
+    if clip is None:
+        clip = actor.get("grad_clip", 1.0)
     return TrainerOptions(
         lr=lr,
         weight_decay=float(optim.get("weight_decay", 0.01)),

@@ -69,7 +69,9 @@ def read_rows(batch: Mapping[str, Any], meta: Mapping[str, Any], vocab_size: int
     if real.numel() and (int(real.min()) < 0 or int(real.max()) >= vocab_size):
         bad = int(real.max()) if int(real.max()) >= vocab_size else int(real.min())
         raise PayloadError(f"input_ids holds {bad}, the model's vocabulary ends at {vocab_size}")
-    prompt_width = int(meta.get("max_prompt_len", 0))
+    if "max_prompt_len" not in meta:
+        raise PayloadError("meta has no max_prompt_len")
+    prompt_width = int(meta["max_prompt_len"])
     if not 0 <= prompt_width <= ids.shape[1]:
         raise PayloadError(
             f"max_prompt_len {prompt_width} lies outside a row of {ids.shape[1]} slots"

@@ -141,7 +141,7 @@ class Trainer:
                     wanted, columns = _predicting_response(micro, rows)
                 values = self._token_values(model, micro, wanted, temperature, entropy)
                 row = micro.index[:, None].expand_as(wanted)[wanted]
-                for name, value in zip(out, values, strict=False):
+                for name, value in zip(out, values, strict=True):
                     out[name][row, columns[wanted]] = value.cpu()
                 if not aligned:  # a row's last token predicts nothing that was sent
                     last = (rows.start + rows.length - 1)[index]
@@ -151,6 +151,8 @@ class Trainer:
 
     def forward_backward(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Add the gradient of the `verl_grpo` loss of a payload.
+
+        A call that fails half-way drops all gradients since the last step.
 
         Args:
             payload: `{"batch", "meta", "processing"}` with `loss_fn="verl_grpo"`.
@@ -182,14 +184,20 @@ class Trainer:
         )
         temperature = _temperature(meta, post)
         parts = []
-        for index in split_micro_batches(rows, self._token_limit(meta)):
-            part = {name: value[index] for name, value in windows.items()}
-            loss, metrics = self._micro_loss(
-                left_align(rows, index), rows, part, temperature, options, normalizer
-            )
-            if loss.requires_grad:
+        groups = split_micro_batches(rows, self._token_limit(meta))
+        try:
+            for index in groups:
+                part = {name: value[index] for name, value in windows.items()}
+                loss, metrics = self._micro_loss(
+                    left_align(rows, index), rows, part, temperature, options, normalizer
+                )
                 loss.backward()  # type: ignore[no-untyped-call]
-            parts.append(metrics)
+                parts.append(metrics)
+        except BaseException:
+            # A part of this call's gradients cannot be told from those before it.
+            self._optimizer.zero_grad()
+            self._has_gradients = False
+            raise
         self._has_gradients = True
         metrics = merge_ranks([merge_micro_batches(parts)])
         return {"metrics": metrics, "avg_loss": metrics.get("loss", 0.0)}
@@ -535,6 +543,11 @@ def _loss_windows(
     batch: Mapping[str, Any], meta: Mapping[str, Any], rows: Rows, options: LossOptions
 ) -> dict[str, torch.Tensor]:
     """The response windows `[B, R]` that the loss reads."""
+    if rows.ids.shape[0] == 0 or rows.prompt_width == rows.width:
+        raise PayloadError(
+            f"there is nothing to learn from: {rows.ids.shape[0]} rows with a response window "
+            f"of {rows.width - rows.prompt_width} slots"
+        )
     names = ["old_log_probs", "advantages", "response_mask"]
     if options.use_kl:
         names.append("ref_log_prob")
