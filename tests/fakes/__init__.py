@@ -52,6 +52,8 @@ FLAGS = [
     *("-fvisibility=hidden", "-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes"),
     *("-Wformat=2", "-Werror"),
 ]
+if "libasan" in os.environ.get("LD_PRELOAD", ""):  # a sanitizer run: these libraries too
+    FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 LIVE = ("allocations", "mappings", "pinned", "streams", "events", "modules", "graphs", "contexts")
 

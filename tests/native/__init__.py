@@ -23,6 +23,8 @@ ROOT = HERE.parents[1]
 DIMS = 8
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-shared", "-pthread"]
 FLAGS += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+if "libasan" in os.environ.get("LD_PRELOAD", ""):  # a sanitizer run: these libraries too
+    FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
 class NativeError(Exception):
