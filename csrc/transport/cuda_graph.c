@@ -10,7 +10,6 @@ static const int64_t PITCH_MAX = INT32_MAX;
 typedef struct builder {
     const arl_cuda_device_t *device;
     arl_cu_graph_t graph;
-    int64_t nodes;
     arl_cu_result_t result;
 } builder_t;
 
@@ -62,7 +61,20 @@ node_shape(const arl_copy_t *copy, int first, arl_cu_memcpy3d_t *node)
     return src_rows > 0 && dst_rows > 0;
 }
 
-/* False when a node could not be added (builder->result), or there are too many. */
+/* How many nodes the copy takes, or more than NODES_MAX. */
+static int64_t
+count_nodes(const arl_copy_t *copy)
+{
+    arl_cu_memcpy3d_t params = {0};
+    int64_t nodes = 1;
+
+    for (int first = 0; nodes <= NODES_MAX && !node_shape(copy, first, &params); first++) {
+        nodes *= copy->count[first]; /* at most NODES_MAX times an array's size: fits */
+    }
+    return nodes;
+}
+
+/* False when a node could not be added: builder->result. */
 static bool
 add_nodes(builder_t *builder, const arl_copy_t *copy, int first, uintptr_t src, uintptr_t dst)
 {
@@ -73,9 +85,6 @@ add_nodes(builder_t *builder, const arl_copy_t *copy, int first, uintptr_t src, 
     arl_cu_graph_node_t node;
 
     if (node_shape(copy, first, &params)) {
-        if (++builder->nodes > NODES_MAX) {
-            return false;
-        }
         builder->result = builder->device->api->cuGraphAddMemcpyNode(
             &node, builder->graph, NULL, 0, &params, builder->device->context);
         return builder->result == ARL_CUDA_SUCCESS;
@@ -89,6 +98,25 @@ add_nodes(builder_t *builder, const arl_copy_t *copy, int first, uintptr_t src, 
     return true;
 }
 
+static arl_status_t
+check_nodes(const arl_cuda_device_t *device, const arl_copy_t *copies, int64_t count,
+            arl_error_t *err)
+{
+    int64_t nodes = 0;
+
+    for (int64_t i = 0; i < count && nodes <= NODES_MAX; i++) {
+        nodes += count_nodes(&copies[i]);
+    }
+    if (nodes > NODES_MAX) {
+        return arl_error_set(err, ARL_ERR_UNAVAILABLE, "prepare copies",
+                             "the copy kernels do not load on device %d (%s), and without them "
+                             "these layouts need more than %d separate copies; make the tensors "
+                             "contiguous",
+                             device->ordinal, device->name, (int)NODES_MAX);
+    }
+    return ARL_OK;
+}
+
 arl_status_t
 arl_cuda_graph_build(const arl_cuda_device_t *device, const arl_copy_t *copies, int64_t count,
                      const uintptr_t *bases, arl_cu_graph_exec_t *graph_p, arl_error_t *err)
@@ -97,8 +125,11 @@ arl_cuda_graph_build(const arl_cuda_device_t *device, const arl_copy_t *copies, 
     builder_t builder = {.device = device};
     const char *step = "cuGraphCreate";
     arl_cu_graph_exec_t exec = NULL;
-    arl_status_t status = ARL_OK;
+    arl_status_t status = check_nodes(device, copies, count, err);
 
+    if (status != ARL_OK) {
+        return status;
+    }
     builder.result = api->cuGraphCreate(&builder.graph, 0);
     if (builder.result != ARL_CUDA_SUCCESS) {
         builder.graph = NULL;
@@ -120,13 +151,6 @@ describe:
         status = arl_cuda_error_set(api, err, ARL_ERR_SYNC, builder.result, step,
                                     "a graph of %lld copies on device %d (%s)", (long long)count,
                                     device->ordinal, device->name);
-    }
-    else if (builder.nodes > NODES_MAX) {
-        status = arl_error_set(err, ARL_ERR_UNAVAILABLE, "prepare copies",
-                               "the copy kernels do not load on device %d (%s), and without them "
-                               "these layouts need more than %d separate copies; make the tensors "
-                               "contiguous",
-                               device->ordinal, device->name, (int)NODES_MAX);
     }
     if (builder.graph != NULL) {
         (void)api->cuGraphDestroy(builder.graph); /* the executable has its own copy */

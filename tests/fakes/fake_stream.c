@@ -625,7 +625,7 @@ cuLaunchKernel(arl_cu_function_t function, unsigned int grid_x, unsigned int gri
 
 struct arl_cu_graph {
     copy_work_t *nodes;
-    size_t count;
+    size_t count, room;
     int references; /* graph, executables, pending launches */
 };
 
@@ -681,12 +681,15 @@ cuGraphAddMemcpyNode(arl_cu_graph_node_t *node, arl_cu_graph_t graph,
         return ARL_CUDA_ERROR_INVALID_VALUE;
     }
     (void)pthread_mutex_unlock(&fake_lock);
-    nodes = realloc(graph->nodes, (graph->count + 1) * sizeof(*nodes));
-    if (nodes == NULL) {
-        return ARL_CUDA_ERROR_OUT_OF_MEMORY;
+    if (graph->count == graph->room) {
+        nodes = realloc(graph->nodes, (graph->room * 2 + 16) * sizeof(*nodes));
+        if (nodes == NULL) {
+            return ARL_CUDA_ERROR_OUT_OF_MEMORY;
+        }
+        graph->nodes = nodes;
+        graph->room = graph->room * 2 + 16;
     }
-    graph->nodes = nodes;
-    added = &nodes[graph->count++];
+    added = &graph->nodes[graph->count++];
     memset(added, 0, sizeof(*added));
     added->dst = copy->dst_device;
     added->src = copy->src_device;
