@@ -209,8 +209,11 @@ def test_verify_notices_a_write_after_the_offer(pair: Pair) -> None:
 def test_without_kernels(pair: Pair) -> None:
     pair.receiver.run(MODEL + "\ndriver.fail('cuModuleLoadDataEx', 1)", fill=1, device=0)
     pair.start(sender={"verify": "all"})
-    pair.sync(verify="all")
+    stats = pair.sync(verify="all")
     pair.assert_equal()
+    reason = str(stats["fallback_reason"])
+    assert "the copy kernels do not load (cuModuleLoadDataEx: CUDA_ERROR_UNKNOWN)" in reason
+    assert reason.endswith("a graph of memcpy nodes is used")
 
 
 # ---- order --------------------------------------------------------------------------------------

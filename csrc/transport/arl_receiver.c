@@ -255,6 +255,10 @@ arl_receiver_begin(arl_receiver_t *receiver, const void *bytes, size_t size, arl
     session->stats.untouched = receiver->report.untouched;
     session->stats.bytes = receiver->plan.total_bytes;
     session->stats.extra_bytes = session->import->extra_bytes;
+    if (session->stats.fallback[0] == '\0' && session->import->fallback != NULL) {
+        (void)snprintf(session->stats.fallback, sizeof(session->stats.fallback), "%.*s",
+                       (int)sizeof(session->stats.fallback) - 1, session->import->fallback);
+    }
     return ARL_OK;
 }
 

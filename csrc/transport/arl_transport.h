@@ -80,6 +80,7 @@ typedef struct arl_import {
     const char *const *bases; /* one for each allocation of the offer; NULL when streamed */
     int64_t mappings;         /* of foreign memory, open now */
     int64_t extra_bytes;
+    const char *fallback; /* why it works another way than it should; NULL or empty: it does not */
     arl_device_type_t device_type; /* where the mapped memory is; cleared is the CPU */
     int device_index;
 } arl_import_t;

@@ -53,9 +53,8 @@ engine_load_kernels(arl_cuda_engine_t *engine)
     }
     (void)api->cuGetErrorName(result, &name);
     (void)snprintf(engine->fallback_reason, sizeof(engine->fallback_reason),
-                   "the copy kernels do not load (%s: %s); a graph of memcpy nodes is used, which "
-                   "is slower",
-                   step, name == NULL ? "unknown error" : name);
+                   "the copy kernels do not load (%s: %s); a graph of memcpy nodes is used", step,
+                   name == NULL ? "unknown error" : name);
 }
 
 arl_status_t

@@ -424,6 +424,7 @@ cuda_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err)
     ARL_CHECK_GOTO(status, take_engine(import, kept, ordinal, err), free_import);
     import->base.device_type = ARL_DEVICE_CUDA;
     import->base.device_index = import->engine->device.ordinal;
+    import->base.fallback = import->engine->fallback_reason;
     ARL_CHECK_GOTO(status, arl_cuda_check_units(pull, &import->engine->device, err), free_import);
     if (pull->local != NULL) {
         import->local = arl_export_hold(pull->local);

@@ -184,6 +184,7 @@ arl_ring_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err
     if (status == ARL_OK) {
         status = arl_chunk_unpacker_prepare(&import->unpacker, pull, &geometry, err);
         import->base.extra_bytes = arl_chunk_unpacker_table_bytes(&import->unpacker);
+        import->base.fallback = import->engine->fallback_reason;
     }
     return status;
 }

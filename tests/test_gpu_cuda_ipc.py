@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuda_ipc between real processes on a real GPU, with torch's own allocator and streams."""
+"""cuda_ipc on a real GPU: torch's streams, odd destinations, more than one device."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ def contents(tensors):
     torch.cuda.synchronize()
     flat = {n: t.contiguous().view(-1).view(torch.uint8) for n, t in tensors.items()}
     return {n: t.cpu().numpy().tobytes() for n, t in flat.items()}
-def open_files():
-    return len(os.listdir("/proc/self/fd"))
 params = model(seed, device)
 """
 
@@ -100,6 +98,8 @@ def test_without_kernels(pair: Pair) -> None:
         other = Pair()
         other.start().sync()
         other.assert_equal()
+        reason = other.receiver.run("result = stats.fallback_reason")
+        assert reason.endswith("a graph of memcpy nodes is used")
         other.close()
     finally:
         del os.environ["CUDA_DISABLE_PTX_JIT"]
@@ -170,93 +170,6 @@ def test_one_process(pair: Pair) -> None:
         assert receiver.pull(sender.offer()).transport == "cuda_ipc"
         assert receiver.live_mappings() == 0
     assert torch.equal(source["w"], target["w"])
-
-
-def test_memory_is_given_back(pair: Pair) -> None:
-    """The trainer frees its weights after a sync, and the GPU has them back."""
-    pair.start()
-    pair.sync()
-    pair.receiver.run("torch.cuda.synchronize(); free = torch.cuda.mem_get_info()[0]")
-    held = pair.sender.run(
-        "size = sum(t.nbytes for t in params.values())\n"
-        "sender.close(); del sender, params; gc.collect(); torch.cuda.empty_cache()\n"
-        "result = size"
-    )
-    assert pair.receiver.run("result = torch.cuda.mem_get_info()[0] - free") >= held
-
-
-def test_a_thousand_syncs_grow_nothing(pair: Pair) -> None:
-    pair.start()
-    for _ in range(20):
-        pair.sync()
-    measure = "result = torch.cuda.mem_get_info()[0], open_files()"
-    before = pair.receiver.run(measure), pair.sender.run(measure)
-    for _ in range(1000):
-        pair.sync()
-    assert (pair.receiver.run(measure), pair.sender.run(measure)) == before
-    pair.assert_equal()
-
-
-def test_expandable_segments_are_noticed_on_the_sender_only() -> None:
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = (
-        "expandable_segments:True"
-    )
-    try:
-        expandable = Pair()
-    finally:
-        del os.environ["PYTORCH_CUDA_ALLOC_CONF"], os.environ["PYTORCH_ALLOC_CONF"]
-    expandable.start({"low_memory": False})
-    with pytest.raises(PeerError, match="is in memory that has no IPC handle") as caught:
-        expandable.sender.run("sender.offer()")
-    assert caught.value.names[0] == "TransportUnavailableError"
-    with Peer() as plain:
-        plain.run(MODEL, seed=3, device="cuda")
-        plain.run("sender = arctic_rl_c.WeightSender(params, cuda_ipc=True)")
-        offer = plain.run("result = sender.offer()")
-        expandable.receiver.run("receiver.pull(offer)", offer=offer)
-        sent = plain.run("result = contents(params)")
-        assert expandable.receiver.run("result = contents(params)") == sent
-    expandable.close()
-
-
-def test_two_receivers(pair: Pair) -> None:
-    pair.start({"receivers": 2})
-    with Peer() as second:
-        second.run(MODEL, seed=3, device="cuda")
-        second.run("receiver = arctic_rl_c.WeightReceiver(params)")
-        offer = pair.sender.run("result = sender.offer()")
-        one = pair.receiver.start("receiver.pull(offer)", offer=offer)
-        two = second.start("receiver.pull(offer)", offer=offer)
-        one.result()
-        two.result()
-        pair.sender.run("sender.serve()")
-        pair.assert_equal()
-        sent = pair.sender.run("result = contents(params)")
-        assert second.run("result = contents(params)") == sent
-
-
-def test_sender_killed_before_the_pull(pair: Pair) -> None:
-    pair.start(keep_mapped=True)
-    pair.sync()
-    before = pair.receiver.run("result = contents(params)")
-    offer = pair.sender.run("params['norm'].add_(1); result = sender.offer()")
-    pair.sender.kill()
-    with pytest.raises(PeerError) as caught:
-        pair.receiver.run("receiver.pull(offer)", offer=offer)
-    assert caught.value.names[0] == "PeerLostError"
-    assert pair.receiver.run("result = receiver.torn, contents(params)") == (False, before)
-
-
-def test_receiver_killed_leaves_the_sender_usable(pair: Pair) -> None:
-    pair.start({"timeout": 20})
-    pair.sync()
-    offer = pair.sender.run("result = sender.offer()")
-    pair.receiver.start("receiver.pull(offer)", offer=offer)
-    pair.receiver.kill()
-    with pytest.raises(PeerError) as caught:
-        pair.sender.run("sender.serve(timeout=5)")
-    assert caught.value.names[0] in ("PeerLostError", "PeerTimeoutError")
-    pair.sender.run("sender.release(); torch.zeros(9, device='cuda').sum().item()")
 
 
 def test_devices_match_by_uuid() -> None:
