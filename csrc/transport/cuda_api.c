@@ -259,6 +259,23 @@ arl_cuda_device_open(int ordinal, arl_cuda_device_t *device_p, arl_error_t *err)
 }
 
 arl_status_t
+arl_cuda_device_count(const arl_cuda_api_t **api_p, int *count_p, arl_error_t *err)
+{
+    arl_status_t status = arl_cuda_load(api_p, err);
+    arl_cu_result_t result;
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    result = (*api_p)->cuDeviceGetCount(count_p);
+    if (result != ARL_CUDA_SUCCESS) {
+        return arl_cuda_error_set(*api_p, err, ARL_ERR_UNAVAILABLE, result, "cuDeviceGetCount",
+                                  "looking at the devices");
+    }
+    return ARL_OK;
+}
+
+arl_status_t
 arl_cuda_device_open_uuid(const unsigned char uuid[16], arl_cuda_device_t *device_p,
                           arl_error_t *err)
 {
@@ -266,16 +283,10 @@ arl_cuda_device_open_uuid(const unsigned char uuid[16], arl_cuda_device_t *devic
     const arl_cuda_api_t *api;
     size_t used = 0;
     int count = 0;
-    arl_cu_result_t result;
-    arl_status_t status = arl_cuda_load(&api, err);
+    arl_status_t status = arl_cuda_device_count(&api, &count, err);
 
     if (status != ARL_OK) {
         return status;
-    }
-    result = api->cuDeviceGetCount(&count);
-    if (result != ARL_CUDA_SUCCESS) {
-        return arl_cuda_error_set(api, err, ARL_ERR_UNAVAILABLE, result, "cuDeviceGetCount",
-                                  "looking for a device by its UUID");
     }
     for (int i = 0; i < count; i++) {
         arl_cuda_device_t device = {.api = api, .ordinal = i};

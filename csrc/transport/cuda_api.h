@@ -214,6 +214,9 @@ typedef struct arl_cuda_device {
 /* Opens a device by its ordinal, which is the one that the caller's runtime uses too. */
 arl_status_t arl_cuda_device_open(int ordinal, arl_cuda_device_t *device_p, arl_error_t *err);
 
+/* How many devices this process sees; loads the table too. */
+arl_status_t arl_cuda_device_count(const arl_cuda_api_t **api_p, int *count_p, arl_error_t *err);
+
 /* Opens the visible device with this UUID; ARL_ERR_UNAVAILABLE lists those that are visible. */
 arl_status_t arl_cuda_device_open_uuid(const unsigned char uuid[16], arl_cuda_device_t *device_p,
                                        arl_error_t *err);

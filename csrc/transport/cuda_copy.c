@@ -5,7 +5,6 @@
 #include "transport/cuda_tables.h"
 
 #include <errno.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

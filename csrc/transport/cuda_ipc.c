@@ -14,7 +14,6 @@
 #include "transport/cuda_memory.h"
 #include "transport/cuda_offer.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

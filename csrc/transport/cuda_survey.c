@@ -86,16 +86,10 @@ arl_cuda_survey(arl_cuda_survey_t *devices, int room, int *count_p, arl_error_t 
 {
     const arl_cuda_api_t *api;
     int count = 0;
-    arl_cu_result_t result;
-    arl_status_t status = arl_cuda_load(&api, err);
+    arl_status_t status = arl_cuda_device_count(&api, &count, err);
 
     if (status != ARL_OK) {
         return status;
-    }
-    result = api->cuDeviceGetCount(&count);
-    if (result != ARL_CUDA_SUCCESS) {
-        return arl_cuda_error_set(api, err, ARL_ERR_UNAVAILABLE, result, "cuDeviceGetCount",
-                                  "looking at the devices");
     }
     count = count < room ? count : room;
     memset(devices, 0, (size_t)count * sizeof(*devices));
