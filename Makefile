@@ -75,8 +75,8 @@ leaks: $(VENV)/.installed ## reference counts, memory, descriptors of every publ
 
 .PHONY: bench
 bench: $(VENV)/.installed ## speed against the usual way and the machine's ceiling (ARGS=--save keeps it)
-	@set -e; for file in benchmarks/bench_*.py; do \
-		echo "---- $$file"; $(BIN)/python $$file $(ARGS); \
+	@set -e; for name in padding payload wire host_shm; do \
+		echo "---- $$name"; $(BIN)/python benchmarks/bench_$$name.py $(ARGS); \
 	done
 
 # ---- instrumented builds, each in its own folder beside the release one ---------------------------

@@ -226,7 +226,7 @@ def test_offers_of_absent_transports_are_unavailable() -> None:
             refused(
                 receiver,
                 offers.change(sender.offer(), "transport", number),
-                "transport",
+                "the CUDA driver is not usable here",
                 error=TransportUnavailableError,
             )
 
