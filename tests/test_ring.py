@@ -11,113 +11,19 @@ import pytest
 
 import arctic_rl_c
 import fakes
-from fakes.peers import Peer, PeerDied, PeerError, Pending
+from fakes.pairs import FEED, MODEL, SPECIFIED, Pair, sync_may_fail
+from fakes.peers import PeerDied, PeerError
 from peers import Control, until
 
 SLOT = 1 << 16  # the smallest; a ring has two
 
-#: A model of about ten chunks: one tensor larger than the ring, some strided, one empty, one tied.
-MODEL = """
-import numpy as np, fakes, arctic_rl_c
-driver = fakes.driver()
-LIKE = {
-    "embed": ("u2", (700, 300)),
-    "layer.q": ("f4", (64, 64)),
-    "layer.k": ("u2", (33, 64)),
-    "norm": ("f4", (64,)),
-    "empty": ("u1", (0, 7)),
-    "head": ("u1", (5, 7)),
-}
-tie = True
-def model(fill, device=0, vmm=False):
-    rng = np.random.default_rng(fill)
-    found = {}
-    for name, (dtype, shape) in LIKE.items():
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        values = rng.integers(0, 256, size, dtype="u1").view(dtype).reshape(shape)
-        found[name] = fakes.device_array(values, device=device, vmm=vmm)
-    if tie:
-        found["tied"] = found["embed"]
-    return found
-def contents(tensors):
-    return {name: tensor.array.tobytes() for name, tensor in tensors.items()}
-params = model(fill, device, vmm)
-"""
-
-SENDER = MODEL + (
-    "\noptions = {'transport': 'ring', 'ring_bytes': 2 << 16, **options}"
-    "\nsender = arctic_rl_c.WeightSender(params, **options)\n"
-)
-UNTIED = MODEL.replace("tie = True", "tie = False")  # a specification says of no two they are one
-SPECIFIED = UNTIED + (
-    "\nnamed = {n: (str(t.array.dtype), t.array.shape) for n, t in params.items()}"
-    "\nsender = arctic_rl_c.WeightSender("
-    "named, low_memory=True, ring_bytes=2 << 16, device=device, **options)\n"
-)
-RECEIVER = MODEL + "\nreceiver = arctic_rl_c.WeightReceiver(params, **options)\n"
-STATS = "\nresult = {n: getattr(s, n) for n in dir(s) if not n.startswith('_')}"
-
-
-class Pair:
-    """A sender and receivers in processes of their own."""
-
-    def __init__(self, env: dict[str, str], receivers: int = 1) -> None:
-        self.sender = Peer(env)
-        self.receivers = [Peer(env) for _ in range(receivers)]
-        self.receiver = self.receivers[0]
-
-    def start(
-        self,
-        sender: dict[str, object] | None = None,
-        receiver: dict[str, object] | None = None,
-        *,
-        code: str = SENDER,
-        vmm: bool = False,
-    ) -> Pair:
-        options = {"receivers": len(self.receivers), **(sender or {})}
-        takes = RECEIVER.replace(MODEL, UNTIED) if code == SPECIFIED else RECEIVER
-        self.sender.run(code, fill=1, device=0, vmm=vmm, options=options)
-        for number, peer in enumerate(self.receivers):
-            peer.run(takes, fill=2 + number, device=0, vmm=False, options=receiver or {})
-        return self
-
-    def offer(self) -> bytes:
-        offer: bytes = self.sender.run("result = sender.offer()")
-        return offer
-
-    def pull(self, offer: bytes, **options: object) -> list[Pending]:
-        return [
-            peer.start("s = receiver.pull(offer, **options)" + STATS, offer=offer, options=options)
-            for peer in self.receivers
-        ]
-
-    def sync(self, serve: str = "s = sender.serve()", **options: object) -> list[dict[str, object]]:
-        """The statistics of the sender, then of each receiver."""
-        pulls = self.pull(self.offer(), **options)
-        sent = self.sender.run(serve + STATS)
-        return [sent, *(pull.result() for pull in pulls)]
-
-    def assert_equal(self) -> None:
-        sent = self.sender.run("result = contents(params)")
-        for peer in self.receivers:
-            assert peer.run("result = contents(params)") == sent
-
-    def assert_nothing_open(self) -> None:
-        for peer, name in [(p, "receiver") for p in self.receivers] + [(self.sender, "sender")]:
-            peer.run(f"{name}.close(); del {name}, params; import gc; gc.collect()")
-            live = peer.run("result = driver.live()")
-            assert live["allocations"] == live["mappings"] == 0, (name, live)
-
-    def close(self) -> None:
-        for peer in self.receivers:  # first: they may have the sender's memory mapped
-            peer.close()
-        self.sender.close()
+RING: dict[str, object] = {"transport": "ring"}
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     with fakes.session() as env:
-        found = Pair(env)
+        found = Pair(env, options=RING)
         yield found
         found.close()
 
@@ -174,7 +80,7 @@ def test_tables_are_made_anew_when_a_parameter_moves(pair: Pair) -> None:
 
 def test_two_receivers_take_the_same_slots() -> None:
     with fakes.session() as env:
-        pair = Pair(env, receivers=2)
+        pair = Pair(env, receivers=2, options=RING)
         pair.start().sync()
         pair.assert_equal()
         pair.assert_nothing_open()
@@ -231,15 +137,6 @@ def test_low_memory_of_memory_without_a_handle_is_a_ring(
 
 
 # ---- tensors that come during serve() -----------------------------------------------------------
-
-FEED = """
-alive = []
-def feed():
-    for name, tensor in params.items():
-        alive.append(name)
-        yield name, tensor
-s = sender.serve(feed())
-"""
 
 
 def test_tensors_are_asked_for_one_after_another(pair: Pair) -> None:
@@ -359,7 +256,7 @@ def test_death_in_the_middle_is_noticed(victim: str) -> None:
     """Each side is stopped after the first chunks, and then killed."""
     with fakes.session() as env:
         # A first sync, so that no tables have to be uploaded once the GPU is held.
-        pair = Pair(env).start({"keep_mapped": True}, {"keep_mapped": True})
+        pair = Pair(env, options=RING).start({"keep_mapped": True}, {"keep_mapped": True})
         pair.sync()
         dying = getattr(pair, victim)
         offer = pair.offer()
@@ -382,31 +279,12 @@ def test_death_in_the_middle_is_noticed(victim: str) -> None:
         fakes.clean(env["FAKE_CUDA_SESSION"])
 
 
-def sync_may_fail(pair: Pair) -> bool:
-    """Whether it went well on both sides; if not, each said so with an error of the package."""
-    waiting: list[Pending] = []
-    well = True
-    try:
-        waiting = pair.pull(pair.offer())
-        waiting.append(pair.sender.start("sender.serve()"))
-    except PeerError as error:
-        assert {"ArcticError", "MemoryError"} & set(error.names), error
-        return False
-    for pending in waiting:
-        try:
-            pending.result()
-        except PeerError as error:
-            assert {"ArcticError", "MemoryError"} & set(error.names), error
-            well = False
-    return well
-
-
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_every_driver_call_may_fail(side: str) -> None:
     """The n-th call fails, for every n, until the sync succeeds: nothing leaks, nobody hangs."""
     with fakes.session() as env:
         # A receiver that fails before it has attached is waited for until the deadline.
-        pair = Pair(env).start({"timeout": 0.3}, {"timeout": 5.0})
+        pair = Pair(env, options=RING).start({"timeout": 0.3}, {"timeout": 5.0})
         failing = getattr(pair, side)
         pair.sync()
         pair.sender.run("sender.release()")

@@ -143,11 +143,11 @@ arl_cuda_queue_follow(const arl_cuda_queue_t *queue, int64_t item, arl_cu_stream
 }
 
 bool
-arl_cuda_idle(const arl_cuda_device_t *device, arl_cu_stream_t stream)
+arl_cuda_idle(const arl_cuda_device_t *device, arl_cu_stream_t stream, double seconds)
 {
     arl_deadline_t deadline;
 
-    arl_deadline_start(&deadline, 1.0);
+    arl_deadline_start(&deadline, seconds);
     return arl_cuda_stream_wait(device, stream, &deadline, NULL, NULL, "close", NULL) !=
            ARL_ERR_TIMEOUT;
 }

@@ -76,8 +76,11 @@ arl_status_t arl_cuda_queue_poll(arl_cuda_queue_t *queue, arl_error_t *err);
 arl_status_t arl_cuda_queue_follow(const arl_cuda_queue_t *queue, int64_t item,
                                    arl_cu_stream_t stream, arl_error_t *err);
 
-/* Waits until the stream is idle, a second at most: what is about to be freed may be in use. */
-bool arl_cuda_idle(const arl_cuda_device_t *device, arl_cu_stream_t stream);
+/* Waits until the stream is idle: what is about to be freed may be in use. Once, and not for long:
+ * the deadline may have passed already. */
+bool arl_cuda_idle(const arl_cuda_device_t *device, arl_cu_stream_t stream, double seconds);
+
+#define ARL_CUDA_IDLE_SECONDS 1.0
 
 /* ---- the sender's side ---------------------------------------------------------------------- */
 

@@ -82,6 +82,7 @@ typedef struct arl_nccl_link {
     uint64_t generation; /* of `comm`, counted by its sender */
     arl_cu_ptr_t buckets;
     arl_chunk_geometry_t geometry;
+    bool stuck;             /* work did not end in time when it was last looked at */
     arl_cuda_queue_t wired; /* transfers, on `wire` */
     arl_cuda_queue_t moved; /* packing or unpacking, on the engine's stream */
 } arl_nccl_link_t;

@@ -55,12 +55,16 @@ close_link:
     return status;
 }
 
+/* Whether nothing is under way. A device that hangs is waited for once. */
 static bool
-link_idle(const arl_nccl_link_t *link)
+link_idle(arl_nccl_link_t *link)
 {
     const arl_cuda_device_t *device = &link->engine->device;
+    const double seconds = link->stuck ? 0.0 : ARL_CUDA_IDLE_SECONDS;
 
-    return arl_cuda_idle(device, link->wire) && arl_cuda_idle(device, link->engine->stream);
+    link->stuck = !arl_cuda_idle(device, link->wire, seconds) ||
+                  !arl_cuda_idle(device, link->engine->stream, seconds);
+    return !link->stuck;
 }
 
 void

@@ -246,11 +246,13 @@ arl_nccl_pull_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t
     }
     import->keep = pull->keep;
     /* The caller closes what is in *import_io when one of these fails. */
-    ARL_CHECK_GOTO(status, check_device(pull->offer, &import->link.engine->device, err), done);
     ARL_CHECK_GOTO(status, arl_nccl_link_allocate(&import->link, &geometry, err), done);
     ARL_CHECK_GOTO(status, arl_chunk_unpacker_prepare(&import->unpacker, pull, &geometry, err),
                    done);
     import->base.fallback = import->link.engine->fallback_reason;
+    if (import->unpacker.stream.chunk_count > 0) {
+        ARL_CHECK_GOTO(status, check_device(pull->offer, &import->link.engine->device, err), done);
+    }
     import->base.extra_bytes = (int64_t)arl_chunk_geometry_bytes(&geometry) +
                                arl_chunk_unpacker_table_bytes(&import->unpacker);
     ARL_CHECK_GOTO(status, meet(import, pull, &sequence, err), done);

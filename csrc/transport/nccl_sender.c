@@ -303,7 +303,7 @@ read_hellos(const hub_t *hub, const arl_control_page_t *page, arl_nccl_hello_t *
                 (long long)stream->total_bytes, (unsigned long long)hub->packer.layout_id);
         }
     }
-    return check_devices(hellos, page->receivers, err);
+    return stream->chunk_count > 0 ? check_devices(hellos, page->receivers, err) : ARL_OK;
 }
 
 /* Tells all receivers to begin, and joins the communicator if it is a new one. */

@@ -39,7 +39,7 @@ import_free(ring_import_t *import)
 
     /* In a child after fork nothing of the driver's may be touched. */
     if (import->engine != NULL && arl_cuda_load(&api, NULL) == ARL_OK) {
-        if (arl_cuda_idle(&import->engine->device, import->engine->stream)) {
+        if (arl_cuda_idle(&import->engine->device, import->engine->stream, ARL_CUDA_IDLE_SECONDS)) {
             arl_chunk_unpacker_free(&import->unpacker, false);
             arl_cuda_mapping_close(&import->engine->device, &import->mapping);
         }
@@ -312,9 +312,8 @@ arl_ring_copy(const arl_pull_t *pull, arl_import_t *base, arl_error_t *err)
     status = take_all(&taker);
     arl_cuda_device_pop(&import->engine->device);
     if (status != ARL_OK) {
-        (void)arl_cuda_idle(
-            &import->engine->device,
-            import->engine->stream); /* before the sender is told that its slots are free */
+        /* Before the sender is told that its slots are free. */
+        (void)arl_cuda_idle(&import->engine->device, import->engine->stream, ARL_CUDA_IDLE_SECONDS);
     }
     return status;
 }

@@ -39,7 +39,7 @@ ring_free(ring_t *ring, bool forked)
         return;
     }
     if (!forked) { /* in a child nothing of the driver's may be touched */
-        if (arl_cuda_idle(&ring->engine->device, ring->engine->stream)) {
+        if (arl_cuda_idle(&ring->engine->device, ring->engine->stream, ARL_CUDA_IDLE_SECONDS)) {
             const bool entered = arl_cuda_device_enter(&ring->engine->device);
 
             arl_chunk_packer_free(&ring->packer, false);
@@ -363,7 +363,7 @@ arl_ring_serve(arl_export_t *base, const arl_offer_t *offer, const arl_feed_t *f
     }
     arl_cuda_device_pop(&engine->device);
     if (status != ARL_OK) { /* the caller's tensors may go as soon as this returns */
-        (void)arl_cuda_idle(&engine->device, engine->stream);
+        (void)arl_cuda_idle(&engine->device, engine->stream, ARL_CUDA_IDLE_SECONDS);
     }
 close_queue:
     arl_cuda_queue_close(&server.queue);

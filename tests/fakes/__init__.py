@@ -15,6 +15,7 @@ FAKE_CUDA_MEMORY           bytes per device
 FAKE_CUDA_DRIVER_VERSION   as cuDriverGetVersion gives it
 FAKE_CUDA_SESSION          shared by the processes of one scenario; names their shared memory
 FAKE_NCCL_VERSION          as ncclGetVersion gives it
+FAKE_NCCL_IN_PROGRESS      1: operations are launched in the background, as the real one does
 FAKE_NCCL_REPORT_DEATH     1: a dead rank is a remote error; otherwise it is waited for, for ever
 
 `environment()` makes such an environment for a child process, `driver()` controls the fake in

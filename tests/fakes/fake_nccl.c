@@ -4,7 +4,9 @@
  * work runs on the fake driver's streams. What the real one does not notice, this one does not
  * either: a rank that never comes, one that died, counts that differ, all wait for ever, until
  * the communicator is aborted. FAKE_NCCL_REPORT_DEATH=1 makes a dead rank a remote error, as the
- * real one does when a socket was involved.
+ * real one does when a socket was involved. FAKE_NCCL_IN_PROGRESS=1 launches in the background,
+ * as the real one does with a communicator that does not block: an operation is on its stream
+ * only when ncclCommGetAsyncError has said so.
  */
 #include "fake_cuda.h"
 #include "transport/nccl_api.h"
@@ -51,7 +53,10 @@ struct arl_nccl_comm {
     bool finalizing;
     bool ready;
     arl_nccl_result_t error;
-    int pending;    /* pieces of stream work */
+    int pending;             /* pieces of stream work */
+    struct launch *deferred; /* what is being launched in the background */
+    arl_cu_stream_t deferred_stream;
+    int deferred_polls;
     int references; /* the owner and the pending work */
 };
 
@@ -264,6 +269,10 @@ someone_died(const shared_t *shared, int nranks)
     return false;
 }
 
+/* Two more questions, and it is on its stream. */
+static arl_nccl_result_t deferred_launch(arl_nccl_comm_t comm);
+static void deferred_drop(arl_nccl_comm_t comm);
+
 static bool
 all_finalized(arl_nccl_comm_t comm)
 {
@@ -295,6 +304,14 @@ ncclCommGetAsyncError(arl_nccl_comm_t comm, arl_nccl_result_t *error)
         comm->error = result == ARL_NCCL_IN_PROGRESS ? ARL_NCCL_SUCCESS : result;
         *error = result;
         return ARL_NCCL_SUCCESS;
+    }
+    if (comm->error == ARL_NCCL_SUCCESS && comm->deferred != NULL) {
+        comm->error = deferred_launch(comm);
+        if (comm->error == ARL_NCCL_IN_PROGRESS) {
+            comm->error = ARL_NCCL_SUCCESS;
+            *error = ARL_NCCL_IN_PROGRESS;
+            return ARL_NCCL_SUCCESS;
+        }
     }
     *error = comm->error;
     if (comm->error == ARL_NCCL_SUCCESS && comm->finalizing &&
@@ -329,6 +346,7 @@ ncclCommFinalize(arl_nccl_comm_t comm)
 static void
 comm_end(arl_nccl_comm_t comm)
 {
+    deferred_drop(comm);
     (void)pthread_mutex_lock(&lock);
     comm->aborted = true; /* pending work ends at its next turn */
     live_comms--;
@@ -442,10 +460,19 @@ static _Thread_local size_t group_count;
 static _Thread_local transfer_t *group_transfers;
 
 static arl_nccl_result_t
+launch_push(launch_t *launch, arl_cu_stream_t stream)
+{
+    const int code = fake_stream_push(stream, launch_run, launch_drop, launch);
+
+    return code == 0 ? ARL_NCCL_SUCCESS
+                     : fail(ARL_NCCL_UNHANDLED_CUDA_ERROR, "Cuda failure %d", code);
+}
+
+static arl_nccl_result_t
 group_flush(void)
 {
+    const char *background;
     launch_t *launch;
-    int code;
 
     if (group_count == 0) {
         return ARL_NCCL_SUCCESS;
@@ -462,9 +489,35 @@ group_flush(void)
     launch->comm->pending++;
     launch->comm->references++;
     (void)pthread_mutex_unlock(&lock);
-    code = fake_stream_push(group_stream, launch_run, launch_drop, launch);
-    return code == 0 ? ARL_NCCL_SUCCESS
-                     : fail(ARL_NCCL_UNHANDLED_CUDA_ERROR, "Cuda failure %d", code);
+    background = getenv("FAKE_NCCL_IN_PROGRESS");
+    if (background != NULL && background[0] == '1') {
+        launch->comm->deferred = launch;
+        launch->comm->deferred_stream = group_stream;
+        launch->comm->deferred_polls = 2;
+        return ARL_NCCL_IN_PROGRESS;
+    }
+    return launch_push(launch, group_stream);
+}
+
+static arl_nccl_result_t
+deferred_launch(arl_nccl_comm_t comm)
+{
+    launch_t *launch = comm->deferred;
+
+    if (comm->deferred_polls-- > 0) {
+        return ARL_NCCL_IN_PROGRESS;
+    }
+    comm->deferred = NULL;
+    return launch_push(launch, comm->deferred_stream);
+}
+
+static void
+deferred_drop(arl_nccl_comm_t comm)
+{
+    if (comm->deferred != NULL) {
+        launch_drop(comm->deferred);
+        comm->deferred = NULL;
+    }
 }
 
 static arl_nccl_result_t
@@ -511,6 +564,10 @@ check_transfer(arl_nccl_comm_t comm, const void *buffer, size_t size, arl_nccl_t
     }
     if (comm->error != ARL_NCCL_SUCCESS || comm->finalizing) {
         return fail(ARL_NCCL_INVALID_USAGE, "the communicator has failed or is finalized");
+    }
+    if (comm->deferred != NULL) {
+        return fail(ARL_NCCL_INVALID_ARGUMENT,
+                    "the communicator is used before its previous operation has succeeded");
     }
     if (peer < 0 || peer >= comm->nranks || type_size(type) == 0) {
         return fail(ARL_NCCL_INVALID_ARGUMENT, "peer %d, type %d", peer, (int)type);
