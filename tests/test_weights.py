@@ -401,7 +401,7 @@ def test_tensors_that_come_later_need_a_stream() -> None:
     with (
         WeightSender({"w": ("bfloat16", (3, 4))}) as sender,
         # Which of the two depends on whether the tests of cuda_ipc brought a driver here.
-        pytest.raises((TransportUnavailableError, ValueError), match="cuda_ipc|only low_memory"),
+        pytest.raises((TransportUnavailableError, ValueError), match=r"cuda_ipc|only low_memory"),
     ):
         sender.offer()
     with (

@@ -179,6 +179,7 @@ class EmbeddedServer:
             future = self._sync_thread.submit(self._sync, ipc, low)
 
         def end(_: Future[Any]) -> None:
+            """Let those go on that wait for the sync to end."""
             with self._lock:
                 self._syncs.discard(ended)
             ended.set_result(None)
