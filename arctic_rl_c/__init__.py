@@ -40,6 +40,7 @@ from arctic_rl_c._core import (
     wire_loads,
     wire_read_metadata,
 )
+from arctic_rl_c.bindings import Coverage, Rules, coverage, derive_bindings, expected_names
 from arctic_rl_c.show_config import show_config
 from arctic_rl_c.weights import Binding, weight_norm
 
@@ -51,10 +52,12 @@ __all__ = [
     "Binding",
     "ClosedError",
     "ConfigError",
+    "Coverage",
     "Operation",
     "PayloadError",
     "PeerLostError",
     "PeerTimeoutError",
+    "Rules",
     "SyncStats",
     "TornWeightsError",
     "TransportUnavailableError",
@@ -70,6 +73,9 @@ __all__ = [
     "build_update_payloads",
     "config_schema",
     "config_warnings",
+    "coverage",
+    "derive_bindings",
+    "expected_names",
     "left_pad",
     "load_config",
     "load_yaml",
