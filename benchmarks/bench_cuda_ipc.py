@@ -150,12 +150,12 @@ def sampler_main(connection: Connection, model: str) -> None:
     sampler = Sampler(model)
     connection.send("ready")
     while True:
-        method, data = connection.recv()
-        if method == "end":
+        method, _, data = connection.recv_bytes().partition(b"\0")
+        if method == b"end":
             sampler.kept.close()
             return
         try:
-            connection.send((True, getattr(sampler, method)(data)))
+            connection.send((True, getattr(sampler, method.decode())(data)))
         except Exception as error:
             connection.send((False, repr(error)))
 
@@ -181,9 +181,11 @@ class Trainer:
         self.flat = torch.empty(self.nbytes // 2, dtype=torch.bfloat16, device="cuda")
         self.copy = torch.empty_like(self.flat)
 
+    def tell(self, method: str, data: bytes = b"") -> None:
+        self.connection.send_bytes(b"\0".join((method.encode(), data)))
+
     def ask(self, method: str, data: bytes = b"") -> Any:
-        self.connection.send((method, data))
-        assert self.connection.poll(LIMIT), f"no answer to {method}"
+        self.tell(method, data)
         done, value = self.connection.recv()
         assert done, f"{method}: {value}"
         return value
@@ -220,7 +222,7 @@ class Trainer:
         self.ask("torch_flat", base64.b64encode(pickle.dumps(payload)))
 
     def close(self) -> None:
-        self.connection.send(("end", b""))
+        self.tell("end")
         self.process.join(LIMIT)
         self.sender.close()
         self.checked.close()
@@ -262,6 +264,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(shapes.MODELS))
     args: argparse.Namespace = parser.parse_args()
+    common.PAUSE = 0.0  # pauses let both processors and the GPU doze off: no sync comes then
     trainer = Trainer(args.model)
     ours = {
         "ours, kept": trainer.ours_kept,

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -86,8 +87,8 @@ parse_uuid(const char *text, uint8_t *out)
     return digits == 2 * ARL_OFFER_ID_BYTES;
 }
 
-arl_status_t
-arl_peer_self(arl_peer_t *peer_p, arl_error_t *err)
+static arl_status_t
+peer_read_self(arl_peer_t *peer_p, arl_error_t *err)
 {
     arl_peer_t peer = {.pid = getpid()};
     struct stat info;
@@ -108,6 +109,29 @@ arl_peer_self(arl_peer_t *peer_p, arl_error_t *err)
     }
     *peer_p = peer;
     return ARL_OK;
+}
+
+/* Asked for several times in each offer and pull, and never different in one process. */
+static pthread_mutex_t self_lock = PTHREAD_MUTEX_INITIALIZER;
+static arl_peer_t self_known; /* its pid tells a child after fork that it is not its own */
+
+arl_status_t
+arl_peer_self(arl_peer_t *peer_p, arl_error_t *err)
+{
+    arl_status_t status = ARL_OK;
+
+    /* Tried only: in a child that was forked while another thread had it, it stays locked. */
+    if (pthread_mutex_trylock(&self_lock) != 0) {
+        return peer_read_self(peer_p, err);
+    }
+    if (self_known.pid != getpid()) {
+        status = peer_read_self(&self_known, err);
+    }
+    if (status == ARL_OK) {
+        *peer_p = self_known;
+    }
+    (void)pthread_mutex_unlock(&self_lock);
+    return status;
 }
 
 bool

@@ -113,9 +113,7 @@ arl_sender_init(arl_sender_t *sender, arl_error_t *err)
 typedef struct alias_key {
     uint64_t data;
     uint64_t dtype;
-    int64_t ndim;
-    int64_t shape[ARL_VIEW_DIMS_MAX];
-    int64_t strides[ARL_VIEW_DIMS_MAX];
+    int64_t dims[2 * ARL_VIEW_DIMS_MAX]; /* sizes, then strides, of the dimensions there are */
 } alias_key_t;
 
 static arl_status_t
@@ -139,10 +137,10 @@ find_aliases(const arl_source_t *sources, uint32_t count, uint32_t *alias_of, ar
         }
         keys[i].data = (uint64_t)(uintptr_t)view->data;
         keys[i].dtype = (uint64_t)view->dtype;
-        keys[i].ndim = view->ndim;
-        memcpy(keys[i].shape, view->shape, size);
-        memcpy(keys[i].strides, view->strides, size);
-        alias_of[i] = arl_names_add(&table, (const char *)&keys[i], sizeof(keys[i]), i);
+        memcpy(&keys[i].dims[0], view->shape, size);
+        memcpy(&keys[i].dims[view->ndim], view->strides, size);
+        alias_of[i] = arl_names_add(&table, (const char *)&keys[i],
+                                    (uint32_t)(offsetof(alias_key_t, dims) + 2 * size), i);
     }
     arl_names_free(&table);
 free_keys:

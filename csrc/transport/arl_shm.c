@@ -322,7 +322,8 @@ arl_shm_sweep(void)
         uint64_t pid_namespace, pid, start_time;
         char name[sizeof(entry->d_name) + 1];
 
-        if (sscanf(entry->d_name, "arl-%" SCNx64 "-%" SCNx64 "-%" SCNx64 "-", &pid_namespace, &pid,
+        if (strncmp(entry->d_name, "arl-", 4) != 0 ||
+            sscanf(entry->d_name, "arl-%" SCNx64 "-%" SCNx64 "-%" SCNx64 "-", &pid_namespace, &pid,
                    &start_time) != 3 ||
             pid_namespace != self.pid_namespace || pid == 0 || pid > INT32_MAX ||
             arl_peer_alive((int64_t)pid, start_time)) {
