@@ -13,7 +13,6 @@ import pytest
 from fakes.peers import Peer, PeerDied, PeerError, Pending
 from peers import Control, until
 
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
