@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fast, dependable client side of Arctic RL for verl: batches, payloads, weight sync in C."""
 
+from arctic_rl_c import _built as _built
 from arctic_rl_c import wire
 from arctic_rl_c._core import (
     ArcticError,

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import arctic_rl_c
@@ -48,3 +51,22 @@ def test_every_marker_is_documented() -> None:
     makefile = (csource.ROOT / "Makefile").read_text()
     for marker in re.findall(r"not (\w+)", project[project.index("addopts") :].split("\n")[0]):
         assert re.search(rf"^{marker}:.*##", makefile, re.MULTILINE), marker
+
+
+def test_a_source_tree_says_how_to_build(tmp_path: Path) -> None:
+    """The mistake that everybody makes once: running from a clone that is not built."""
+    copy = tmp_path / "arctic_rl_c"
+    copy.mkdir()
+    for name in ("__init__.py", "_built.py"):
+        (copy / name).write_text((TREE / name).read_text())
+    run = subprocess.run(
+        [sys.executable, "-c", "import arctic_rl_c"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert run.returncode == 1
+    assert f"arctic_rl_c._core is not built in {copy}" in run.stderr
+    assert "make build" in run.stderr
