@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded server on a Ray cluster, for as many processes as attach to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from arctic_rl_c import ClosedError, ConfigError, TransportUnavailableError
+from arctic_rl_c.local.options import LocalOptions, as_dict
+from arctic_rl_c.local.remote_errors import rebuild_error
+from arctic_rl_c.transports.ray_actors import ServerActor, lost
+from arctic_rl_c.transports.ray_data import pack, unpack
+
+#: Ops of the server that may wait side by side.
+_CONCURRENCY = 4096
+_CLOSE_SECONDS = 15.0
+
+
+class RayTransport:
+    """Trainer and sampler as Ray actors.
+
+    Who constructs it owns the actors: they end with `shutdown()`, and with the process (driver or
+    actor) that constructed it. `from_handle` attaches from any other process of the cluster.
+
+    The roles use no CPU slots of the cluster, so they never wait for a placement that the
+    trainer in front of them holds. Where the cluster has GPUs they take theirs: one together when
+    colocated, else one each.
+
+    Args:
+        options: A `LocalOptions`, or a normalised main config to derive them from.
+        colocate: Both roles on one GPU; None takes the config's, else True.
+
+    Raises:
+        TransportUnavailableError: Ray is not installed, or no cluster is connected.
+        ConfigError: An option is wrong.
+    """
+
+    name = "ray"
+    accepts_token_ids = True
+    accepts_routing_key = True
+    accepts_strict = True
+    #: Every option of the contract that a server may ignore has its effect here.
+    server_limits = False
+
+    def __init__(
+        self, options: LocalOptions | Mapping[str, Any], *, colocate: bool | None = None
+    ) -> None:
+        ray = _connected_ray()
+        gpus = ray.cluster_resources().get("GPU", 0)
+        if not isinstance(options, LocalOptions):
+            backend = options.get("remote_backend") or {}
+            if colocate is None:
+                colocate = bool(backend.get("colocate", True))
+            _check_counts(backend)
+            options = LocalOptions.from_config(options, device="cuda" if gpus else "cpu")
+        for model in (options.trainer_model, options.sampler_model):
+            model.check()
+        colocated = True if colocate is None else colocate
+        on_gpu = options.trainer_model.device.startswith("cuda")
+        resources, self._placement = _resources(ray, colocated, gpus if on_gpu else 0)
+        self.owner = True
+        self.serves_reference = options.trainer.reference
+        self._closed = False
+        remote = ray.remote(ServerActor)
+        self._server = remote.options(
+            num_cpus=0, max_concurrency=_CONCURRENCY, **_same_node(ray)
+        ).remote(as_dict(options), resources, colocated)
+
+    @classmethod
+    def from_handle(cls, handle: Mapping[str, Any]) -> RayTransport:
+        """Attach to what `reconnect_handle` describes. What is attached never ends the server."""
+        if handle.get("transport") != cls.name or "server" not in handle:
+            raise ConfigError(f"this is no handle of a {cls.__name__}: {sorted(handle)}")
+        _connected_ray()
+        self = cls.__new__(cls)
+        self.owner = False
+        self.serves_reference = bool(handle["serves_reference"])
+        self._server, self._closed, self._placement = handle["server"], False, None
+        return self
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    async def fwd_no_grad(
+        self, payload: Mapping[str, Any], reference_model: bool = False
+    ) -> dict[str, Any]:
+        """See `Trainer.forward`."""
+        result: dict[str, Any] = await self._call(
+            "fwd_no_grad", payload=self._put(payload), reference_model=reference_model
+        )
+        return result
+
+    async def fwd_bwd(self, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Trainer.forward_backward`."""
+        result: dict[str, Any] = await self._call("fwd_bwd", payload=self._put(payload))
+        return result
+
+    async def step(self) -> dict[str, Any]:
+        """See `Trainer.step`."""
+        result: dict[str, Any] = await self._call("step")
+        return result
+
+    async def generate(
+        self,
+        prompts: Sequence[Any],
+        sampling_params: Mapping[str, Any] | None = None,
+        routing_key: str | Sequence[str | None] | None = None,
+        strict: bool = False,
+    ) -> list[dict[str, Any]]:
+        """See `EmbeddedServer.generate`."""
+        result: list[dict[str, Any]] = await self._call(
+            "generate",
+            prompts=prompts,
+            sampling_params=sampling_params,
+            routing_key=routing_key,
+            strict=strict,
+        )
+        return result
+
+    async def sync_weights(
+        self, cuda_ipc: bool | None = None, low_memory: bool | None = None
+    ) -> dict[str, Any]:
+        """See `EmbeddedServer.sync_weights`."""
+        result: dict[str, Any] = await self._call(
+            "sync_weights", cuda_ipc=cuda_ipc, low_memory=low_memory
+        )
+        return result
+
+    async def save_checkpoint(self, **kwargs: Any) -> dict[str, Any]:
+        """See `Trainer.save_checkpoint`."""
+        result: dict[str, Any] = await self._call("save_checkpoint", **kwargs)
+        return result
+
+    async def load_checkpoint(self, **kwargs: Any) -> dict[str, Any]:
+        """See `Trainer.load_checkpoint`."""
+        result: dict[str, Any] = await self._call("load_checkpoint", **kwargs)
+        return result
+
+    async def sleep_inference(self, level: int = 1) -> dict[str, Any]:
+        """See `Sampler.sleep`."""
+        result: dict[str, Any] = await self._call("sleep_inference", level=level)
+        return result
+
+    async def wake_inference(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
+        """See `Sampler.wake`."""
+        result: dict[str, Any] = await self._call("wake_inference", tags=tags)
+        return result
+
+    async def reset_prefix_cache(self) -> dict[str, Any]:
+        """Forget the states of earlier prompts."""
+        result: dict[str, Any] = await self._call("reset_prefix_cache")
+        return result
+
+    async def weights_digests(self) -> dict[str, str]:
+        """SHA-256 over all weights, of both roles."""
+        result: dict[str, str] = await self._call("weights_digests")
+        return result
+
+    async def describe(self) -> dict[str, Any]:
+        """Facts about both roles."""
+        result: dict[str, Any] = await self._call("describe")
+        return result
+
+    async def pids(self) -> dict[str, int]:
+        """Process ids of `server`, `trainer` and `sampler`, once both have loaded their models."""
+        try:
+            return dict(await self._server.facts.remote())
+        except Exception as error:
+            raise lost("server", "facts", error) from error
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def shutdown(self) -> None:
+        """End the actors; by one that is attached, let go of them. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.owner:
+            await asyncio.to_thread(self._end)
+
+    async def detach(self) -> None:
+        """Let go of the server, which goes on. Idempotent."""
+        self._closed = True
+
+    def reconnect_handle(self) -> dict[str, Any]:
+        """What `from_handle` takes, in any process of the cluster. Ray pickles it."""
+        return {
+            "transport": self.name,
+            "server": self._server,
+            "serves_reference": self.serves_reference,
+        }
+
+    def __reduce__(self) -> Any:
+        return RayTransport.from_handle, (self.reconnect_handle(),)
+
+    def _end(self) -> None:
+        import ray
+
+        try:
+            ray.get(self._server.close.remote(), timeout=_CLOSE_SECONDS)
+        except Exception:
+            pass  # dead or stuck: what follows ends it all the same
+        ray.kill(self._server)
+        if self._placement is not None:
+            ray.util.remove_placement_group(self._placement)
+
+    def _put(self, payload: Mapping[str, Any]) -> list[Any]:
+        """A payload in the object store: the server passes it on without reading it."""
+        import ray
+
+        self._check_open("put")
+        return [ray.put(pack(dict(payload)))]
+
+    async def _call(self, op: str, **arguments: Any) -> Any:
+        self._check_open(op)
+        try:
+            answer = await self._server.call.remote(op, arguments)
+        except Exception as error:
+            raise lost("server", op, error) from error
+        if "error" in answer:
+            raise rebuild_error(answer["error"])
+        return unpack(answer["result"])
+
+    def _check_open(self, op: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{op}: this transport was shut down")
+
+
+def _connected_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise TransportUnavailableError(
+            "the ray transport needs Ray: pip install 'arctic_rl_c[ray]'"
+        ) from None
+    if not ray.is_initialized():
+        raise TransportUnavailableError(
+            "the ray transport needs a cluster: call ray.init() first, or run inside a Ray task"
+        )
+    return ray
+
+
+def _check_counts(backend: Mapping[str, Any]) -> None:
+    for key in ("training_gpus", "sampling_gpus", "sampling_tp_size"):
+        count = int(backend.get(key) or 1)
+        if count > 1:
+            raise ConfigError(
+                f"remote_backend.{key} is {count}: the embedded server has one trainer and one "
+                "sampler, each on one device; set it to 1, or use a full server through "
+                "remote_backend.comms.protocol=http"
+            )
+
+
+def _same_node(ray: Any) -> dict[str, Any]:
+    """On this node: weights and model files are shared through it."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node = ray.get_runtime_context().get_node_id()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=False)}
+
+
+def _resources(
+    ray: Any, colocated: bool, gpus: float
+) -> tuple[dict[str, dict[str, Any]], Any | None]:
+    """Options of both role actors, and the placement group that they live in, if any."""
+    if not gpus:
+        both = {"num_cpus": 0, **_same_node(ray)}
+        return {"trainer": both, "sampler": both}, None
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    count = 1 if colocated else 2
+    if gpus < count:
+        raise ConfigError(
+            f"the cluster has {gpus:g} GPU and remote_backend.colocate=False needs {count}"
+        )
+    group = ray.util.placement_group([{"GPU": 1}] * count, strategy="STRICT_PACK")
+    options = {}
+    for index, role in enumerate(("trainer", "sampler")):
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=0 if colocated else index
+        )
+        options[role] = {
+            "num_cpus": 0,
+            "num_gpus": 0.5 if colocated else 1,
+            "scheduling_strategy": strategy,
+        }
+    return options, group
