@@ -57,6 +57,11 @@ debug: build ## the same with -O0 -g3 and the invariants on
 smoke: $(VENV)/.installed ## the main job end to end: four GRPO steps on this machine
 	@$(BIN)/python -I -m arctic_rl_c smoke $(ARGS)
 
+.PHONY: verl-e2e
+verl-e2e: ## verl's own main_ppo on this CPU: VERL_SRC=checkout VERL_PYTHON=interpreter with its needs
+	@test -n "$(VERL_SRC)" || { echo "VERL_SRC=<a verl checkout> is missing: see docs/verl.md"; exit 2; }
+	@$(or $(VERL_PYTHON),python3) tools/verl_e2e.py $(VERL_SRC) $(ARGS)
+
 .PHONY: test
 test: $(VENV)/.installed ## the default test suite, against the installed package
 	@$(PYTEST) $(ARGS)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -197,10 +198,8 @@ class RayTransport:
     def _end(self) -> None:
         import ray
 
-        try:
+        with contextlib.suppress(Exception):  # dead or stuck: what follows ends it all the same
             ray.get(self._server.close.remote(), timeout=_CLOSE_SECONDS)
-        except Exception:
-            pass  # dead or stuck: what follows ends it all the same
         ray.kill(self._server)
         if self._placement is not None:
             ray.util.remove_placement_group(self._placement)

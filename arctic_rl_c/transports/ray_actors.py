@@ -61,7 +61,9 @@ class RoleActor:
         if self._failed is not None:
             return {"error": self._failed}
         try:
-            given = dict(arguments) if payload is None else {**arguments, "payload": unpack(payload)}
+            given = (
+                dict(arguments) if payload is None else {**arguments, "payload": unpack(payload)}
+            )
             return {"result": pack(run_op(self._role, op, given))}
         except Exception as error:
             return {"error": describe_error(error)}

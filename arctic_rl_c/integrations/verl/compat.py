@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plug-in needs to know of verl's configuration and batches."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from arctic_rl_c import normalize_config, pad_prompt_response
+
+_T = TypeVar("_T")
+
+#: Keys that newer verls read in the block themselves; they are not the server's.
+_VERL_KEYS = ("name", "custom_backend_module")
+
+#: Batch entries that belong to responses, and are padded as they are.
+_OF_RESPONSES = (
+    "responses",
+    "response_mask",
+    "loss_mask",
+    "old_log_probs",
+    "advantages",
+    "ref_log_prob",
+    "rollout_is_weights",
+)
+
+
+class LoopThread:
+    """An event loop on a thread of its own, for callers that have none.
+
+    verl drops the coroutine nature of some worker methods, and gives a plain thread to others.
+    One loop that stays serves all of them; what was opened on it stays usable.
+    """
+
+    _instance: LoopThread | None = None
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(
+            target=self._loop.run_forever, name="arctic_rl_c verl", daemon=True
+        ).start()
+
+    @classmethod
+    def get(cls) -> LoopThread:
+        """The one of this process."""
+        with cls._lock:
+            if cls._instance is None or cls._instance._pid != os.getpid():
+                cls._instance = cls()
+            return cls._instance
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for a coroutine, from any thread but the loop's own."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def plain_config(main_config: Any) -> tuple[dict[str, Any], str | None]:
+    """The configuration in normalised form, and the URL in it, if any.
+
+    Args:
+        main_config: A DictConfig, or a mapping.
+
+    Raises:
+        ConfigError: The block `remote_backend` is wrong.
+    """
+    if not isinstance(main_config, dict):
+        from omegaconf import OmegaConf
+
+        main_config = OmegaConf.to_container(main_config, resolve=True)
+    config = dict(main_config)
+    block = dict(config.get("remote_backend") or {})
+    for key in _VERL_KEYS:
+        block.pop(key, None)
+    url = None
+    if isinstance(block.get("comms"), Mapping) and "url" in block["comms"]:
+        comms = dict(block["comms"])
+        url = comms.pop("url")
+        block["comms"] = comms
+    config["remote_backend"] = block
+    return normalize_config(config), url
+
+
+def as_padded(data: Any, *, prompt_width: int, response_width: int, pad_token_id: int) -> Any:
+    """A batch of the V1 trainer with its prompts and responses padded.
+
+    That trainer gives every tensor jagged. `input_ids` and `position_ids` stay so; the rest gets
+    the widths of the configuration, not of the batch: servers derive one width from the other.
+
+    Args:
+        data: A TensorDict. One with dense prompts is returned as it is.
+        prompt_width: Columns of prompts.
+        response_width: Columns of responses.
+        pad_token_id: What prompts and responses are filled with; everything else with 0.
+    """
+    prompts = data["prompts"]
+    if not getattr(prompts, "is_nested", False):
+        return data
+    batch = {key: data[key] for key in data.keys()}  # noqa: SIM118 - a TensorDict iterates rows
+    prompt_lengths = prompts.offsets().diff()
+    response_lengths = data["responses"].offsets().diff()
+    nothing = [0] * len(prompt_lengths)
+    left, right = prompt_lengths.tolist(), response_lengths.tolist()
+    batch["prompts"], _, _ = pad_prompt_response(
+        prompts, left, nothing, pad_value=pad_token_id, prompt_width=prompt_width, response_width=0
+    )
+    for key in _OF_RESPONSES:
+        if getattr(batch.get(key), "is_nested", False):
+            batch[key], _, _ = pad_prompt_response(
+                batch[key],
+                nothing,
+                right,
+                pad_value=pad_token_id if key == "responses" else 0,
+                prompt_width=0,
+                response_width=response_width,
+            )
+    column = prompt_lengths.new_tensor(range(prompt_width + response_width))
+    begin = (prompt_width - prompt_lengths)[:, None]
+    end = (prompt_width + response_lengths)[:, None]
+    batch["attention_mask"] = ((column >= begin) & (column < end)).long()
+    batch.setdefault("loss_mask", batch.get("response_mask"))
+    return {key: value for key, value in batch.items() if value is not None}
+
+
+def widths(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Largest prompt and response, by the configuration."""
+    data = config["data"]
+    return int(data["max_prompt_length"]), int(data["max_response_length"])
