@@ -212,8 +212,8 @@ verify_view(arl_state_t *state, weight_views_t *self, uint32_t index, const arl_
         return 0;
     }
     Py_BEGIN_ALLOW_THREADS
-    status = self->session.transport->checksum(&self->session.pull, self->mapping->import, view,
-                                               &sum, &err);
+    status = self->session.transport->checksums(&self->session.pull, self->mapping->import, view, 1,
+                                                &sum, &err);
     Py_END_ALLOW_THREADS
     if (status == ARL_OK && sum != tensor->checksum) {
         status = arl_error_set(&err, ARL_ERR_SYNC, "verify",

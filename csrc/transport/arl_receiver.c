@@ -5,6 +5,7 @@
 #include "transport/arl_sender.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 static const char PULL[] = "pull";
@@ -273,49 +274,47 @@ arl_receiver_tear(arl_receiver_t *receiver, arl_session_t *session)
     }
 }
 
-/* Compares the checksum of one copied tensor with the sender's. A destination that took a part
- * only is compared with that part, and the whole source with the checksum. */
-static arl_status_t
-verify_copy(const arl_receiver_t *receiver, arl_session_t *session, const arl_copy_t *copy,
-            arl_error_t *err)
+/* The tensors to be summed for one copy: its destination; and of one that takes only a part, the
+ * whole source, for the sender's checksum, and the part. */
+enum { SUM_DST, SUM_SOURCE, SUM_BOX, SUMS };
+
+/* Fills the views of one copy. Returns how many there are; 0 for a part of what was streamed, of
+ * which the whole is nowhere. */
+static int64_t
+views_to_sum(const arl_receiver_t *receiver, const arl_session_t *session, const arl_copy_t *copy,
+             arl_view_t views[SUMS])
 {
     const arl_binding_t *binding = &receiver->set.bindings[copy->binding];
-    const arl_offer_tensor_t *tensor = &session->offer.tensors[copy->tensor];
-    uint64_t wanted = tensor->checksum, found;
-    arl_status_t status;
+    const char *const *bases = session->import->bases;
 
-    if (binding->dim >= 0) {
-        const char *const *bases = session->import->bases;
-        arl_view_t source, box;
-
-        if (bases == NULL) {
-            return ARL_OK; /* streamed: the whole source is nowhere */
-        }
-        source = arl_offer_tensor_view(&session->offer, copy->tensor, bases[copy->alloc]);
-        box = arl_binding_box(binding, &source);
-        status =
-            session->transport->checksum(&session->pull, session->import, &source, &found, err);
-        if (status != ARL_OK) {
-            return status;
-        }
-        if (found != wanted) {
-            goto differs;
-        }
-        status = session->transport->checksum(&session->pull, session->import, &box, &wanted, err);
-        if (status != ARL_OK) {
-            return status;
-        }
+    views[SUM_DST] = binding->dst;
+    if (binding->dim < 0) {
+        return 1;
     }
-    status =
-        session->transport->checksum(&session->pull, session->import, &binding->dst, &found, err);
-    if (status != ARL_OK) {
-        return status;
+    if (bases == NULL) {
+        return 0;
+    }
+    views[SUM_SOURCE] = arl_offer_tensor_view(&session->offer, copy->tensor, bases[copy->alloc]);
+    views[SUM_BOX] = arl_binding_box(binding, &views[SUM_SOURCE]);
+    return SUMS;
+}
+
+static arl_status_t
+compare_sums(const arl_session_t *session, const arl_copy_t *copy, const uint64_t *sums,
+             int64_t count, arl_error_t *err)
+{
+    const arl_offer_tensor_t *tensor = &session->offer.tensors[copy->tensor];
+    uint64_t found = sums[SUM_DST], wanted = tensor->checksum;
+
+    if (count == SUMS && sums[SUM_SOURCE] == wanted) {
+        wanted = sums[SUM_BOX];
+    }
+    else if (count == SUMS) {
+        found = sums[SUM_SOURCE];
     }
     if (found == wanted) {
-        session->stats.verified++;
         return ARL_OK;
     }
-differs:
     return arl_error_set(err, ARL_ERR_SYNC, "verify",
                          "%.*s: the checksum is %016llx after the copy, the sender's is %016llx; "
                          "was the tensor written to during the sync?",
@@ -323,23 +322,54 @@ differs:
                          (unsigned long long)wanted);
 }
 
+static bool
+copy_is_verified(const arl_session_t *session, const arl_copy_t *copy)
+{
+    return session->verify != ARL_VERIFY_SAMPLE || arl_offer_sampled(&session->offer, copy->tensor);
+}
+
+/* Sums everything at once, since on a GPU each call has a wait in it, and then compares. */
 static arl_status_t
 verify_all(const arl_receiver_t *receiver, arl_session_t *session, arl_error_t *err)
 {
-    for (int64_t i = 0; i < receiver->plan.count; i++) {
-        const arl_copy_t *copy = &receiver->plan.copies[i];
-        arl_status_t status;
+    const arl_plan_t *plan = &receiver->plan;
+    arl_view_t *views = malloc(((size_t)plan->count + 1) * SUMS * sizeof(*views));
+    uint64_t *sums = malloc(((size_t)plan->count + 1) * SUMS * sizeof(*sums));
+    int64_t used = 0;
+    arl_status_t status;
 
-        if (session->verify == ARL_VERIFY_SAMPLE &&
-            !arl_offer_sampled(&session->offer, copy->tensor)) {
-            continue;
-        }
-        status = verify_copy(receiver, session, copy, err);
-        if (status != ARL_OK) {
-            return status;
+    if (views == NULL || sums == NULL) {
+        status = arl_error_set(err, ARL_ERR_NOMEM, "verify", "out of memory for %lld checksums",
+                               (long long)plan->count);
+        goto free_arrays;
+    }
+    for (int64_t i = 0; i < plan->count; i++) {
+        if (copy_is_verified(session, &plan->copies[i])) {
+            used += views_to_sum(receiver, session, &plan->copies[i], &views[used]);
         }
     }
-    return ARL_OK;
+    ARL_CHECK_GOTO(
+        status,
+        session->transport->checksums(&session->pull, session->import, views, used, sums, err),
+        free_arrays);
+    used = 0;
+    for (int64_t i = 0; i < plan->count && status == ARL_OK; i++) {
+        int64_t count;
+
+        if (!copy_is_verified(session, &plan->copies[i])) {
+            continue;
+        }
+        count = views_to_sum(receiver, session, &plan->copies[i], &views[used]);
+        if (count > 0) {
+            status = compare_sums(session, &plan->copies[i], &sums[used], count, err);
+            session->stats.verified += status == ARL_OK;
+        }
+        used += count;
+    }
+free_arrays:
+    free(sums);
+    free(views);
+    return status;
 }
 
 arl_status_t

@@ -155,9 +155,9 @@ typedef struct arl_transport {
      * of this process. */
     arl_status_t (*copy)(const arl_pull_t *pull, arl_import_t *import, arl_error_t *err);
 
-    /* The checksum of a tensor, of the sender (base from the import) or of the receiver. */
-    arl_status_t (*checksum)(const arl_pull_t *pull, arl_import_t *import, const arl_view_t *view,
-                             uint64_t *sum_p, arl_error_t *err);
+    /* The checksums of tensors, of the sender (base from the import) or of the receiver. */
+    arl_status_t (*checksums)(const arl_pull_t *pull, arl_import_t *import, const arl_view_t *views,
+                              int64_t count, uint64_t *sums, arl_error_t *err);
 
     /* `keep`: keeps what the next pull may use again; otherwise closes all, frees, sets NULL. */
     void (*close)(arl_import_t **import_io, bool keep);

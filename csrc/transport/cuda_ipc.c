@@ -490,12 +490,12 @@ cuda_copy(const arl_pull_t *pull, arl_import_t *base, arl_error_t *err)
 }
 
 static arl_status_t
-cuda_checksum(const arl_pull_t *pull, arl_import_t *base, const arl_view_t *view, uint64_t *sum_p,
-              arl_error_t *err)
+cuda_checksums(const arl_pull_t *pull, arl_import_t *base, const arl_view_t *views, int64_t count,
+               uint64_t *sums, arl_error_t *err)
 {
     const cuda_import_t *import = (const cuda_import_t *)base;
 
-    return arl_cuda_checksum(import->engine, view, 1, pull->deadline, sum_p, err);
+    return arl_cuda_checksum(import->engine, views, count, pull->deadline, sums, err);
 }
 
 const arl_transport_t arl_transport_cuda_ipc = {
@@ -510,6 +510,6 @@ const arl_transport_t arl_transport_cuda_ipc = {
     .destroy = cuda_destroy,
     .open = cuda_open,
     .copy = cuda_copy,
-    .checksum = cuda_checksum,
+    .checksums = cuda_checksums,
     .close = cuda_close,
 };

@@ -342,13 +342,15 @@ host_copy(const arl_pull_t *pull, arl_import_t *import, arl_error_t *err)
 }
 
 static arl_status_t
-host_checksum(const arl_pull_t *pull, arl_import_t *import, const arl_view_t *view, uint64_t *sum_p,
-              arl_error_t *err)
+host_checksums(const arl_pull_t *pull, arl_import_t *import, const arl_view_t *views, int64_t count,
+               uint64_t *sums, arl_error_t *err)
 {
     (void)pull;
     (void)import;
     (void)err;
-    *sum_p = arl_checksum_view(view);
+    for (int64_t i = 0; i < count; i++) {
+        sums[i] = arl_checksum_view(&views[i]);
+    }
     return ARL_OK;
 }
 
@@ -364,6 +366,6 @@ const arl_transport_t arl_transport_host_shm = {
     .discard = host_discard,
     .open = host_open,
     .copy = host_copy,
-    .checksum = host_checksum,
+    .checksums = host_checksums,
     .close = host_close,
 };

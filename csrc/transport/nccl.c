@@ -145,6 +145,6 @@ const arl_transport_t arl_transport_nccl = {
     .discard = arl_nccl_discard,
     .open = arl_nccl_pull_open,
     .copy = arl_nccl_pull_copy,
-    .checksum = arl_nccl_pull_checksum,
+    .checksums = arl_nccl_pull_checksums,
     .close = arl_nccl_pull_close,
 };

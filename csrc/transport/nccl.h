@@ -141,8 +141,9 @@ void arl_nccl_discard(void **kept, bool forked);
 
 arl_status_t arl_nccl_pull_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err);
 arl_status_t arl_nccl_pull_copy(const arl_pull_t *pull, arl_import_t *import, arl_error_t *err);
-arl_status_t arl_nccl_pull_checksum(const arl_pull_t *pull, arl_import_t *import,
-                                    const arl_view_t *view, uint64_t *sum_p, arl_error_t *err);
+arl_status_t arl_nccl_pull_checksums(const arl_pull_t *pull, arl_import_t *import,
+                                     const arl_view_t *views, int64_t count, uint64_t *sums,
+                                     arl_error_t *err);
 void arl_nccl_pull_close(arl_import_t **import_io, bool keep);
 
 #endif

@@ -22,6 +22,6 @@ const arl_transport_t arl_transport_ring = {
     .discard = arl_ring_discard,
     .open = arl_ring_open,
     .copy = arl_ring_copy,
-    .checksum = arl_ring_checksum,
+    .checksums = arl_ring_checksums,
     .close = arl_ring_close,
 };

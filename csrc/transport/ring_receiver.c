@@ -319,10 +319,10 @@ arl_ring_copy(const arl_pull_t *pull, arl_import_t *base, arl_error_t *err)
 }
 
 arl_status_t
-arl_ring_checksum(const arl_pull_t *pull, arl_import_t *base, const arl_view_t *view,
-                  uint64_t *sum_p, arl_error_t *err)
+arl_ring_checksums(const arl_pull_t *pull, arl_import_t *base, const arl_view_t *views,
+                   int64_t count, uint64_t *sums, arl_error_t *err)
 {
     const ring_import_t *import = (const ring_import_t *)base;
 
-    return arl_cuda_checksum(import->engine, view, 1, pull->deadline, sum_p, err);
+    return arl_cuda_checksum(import->engine, views, count, pull->deadline, sums, err);
 }
