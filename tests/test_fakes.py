@@ -241,7 +241,7 @@ def leave(*peers: Peer) -> None:
         assert peer.run("result = nccl.ncclCommFinalize(comm)") == 7
     for peer in peers:
         assert peer.run("result = settled()") == 0
-        assert peer.run("result = nccl.ncclCommDestroy(comm)") == 0
+        assert peer.run("result = nccl.ncclCommAbort(comm)") == 0
         assert peer.run("result = driver.communicators()") == 0
 
 

@@ -45,6 +45,7 @@ class WeightSource:
                 low_memory=low_memory,
                 transport=transport,
                 colocated=colocated,
+                keep_mapped=True,
             )
             self._built_with = wanted
         data = self._sender.offer(version=self._version + 1, timeout=timeout)
@@ -78,7 +79,9 @@ class WeightSink:
 
     def __init__(self, model: Any) -> None:
         self._lines: list[str] = []
-        self._receiver = WeightReceiver(model.named_parameters(), log=self._lines.append)
+        self._receiver = WeightReceiver(
+            model.named_parameters(), keep_mapped=True, log=self._lines.append
+        )
 
     @property
     def version(self) -> int:

@@ -75,7 +75,6 @@ enum {
     X(ncclCommGetAsyncError, 2400, arl_nccl_result_t,                                              \
       (arl_nccl_comm_t comm, arl_nccl_result_t *error))                                            \
     X(ncclCommFinalize, 21403, arl_nccl_result_t, (arl_nccl_comm_t comm))                          \
-    X(ncclCommDestroy, 2000, arl_nccl_result_t, (arl_nccl_comm_t comm))                            \
     X(ncclCommAbort, 2400, arl_nccl_result_t, (arl_nccl_comm_t comm))                              \
     X(ncclCommCuDevice, 2000, arl_nccl_result_t, (const arl_nccl_comm_t comm, int *device))        \
     X(ncclGetErrorString, 2000, const char *, (arl_nccl_result_t result))                          \

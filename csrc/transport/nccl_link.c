@@ -276,37 +276,34 @@ finish_over(void *context)
            state != ARL_NCCL_IN_PROGRESS;
 }
 
-/* Flushed and told to its peers; false when it must be dropped instead. */
-static bool
+/* Flushes what is under way, for a moment. */
+static void
 finalize(arl_nccl_link_t *link)
 {
-    arl_nccl_result_t state = ARL_NCCL_INTERNAL_ERROR;
     const arl_nccl_result_t result = link->api->ncclCommFinalize(link->comm);
     arl_deadline_t deadline;
 
-    if (result != ARL_NCCL_SUCCESS && result != ARL_NCCL_IN_PROGRESS) {
-        return false;
+    if (result == ARL_NCCL_IN_PROGRESS) {
+        arl_deadline_start(&deadline, FINISH_SECONDS);
+        (void)arl_deadline_wait(&deadline, finish_over, NULL, link);
     }
-    arl_deadline_start(&deadline, FINISH_SECONDS);
-    return arl_deadline_wait(&deadline, finish_over, NULL, link) == ARL_OK &&
-           link->api->ncclCommGetAsyncError(link->comm, &state) == ARL_NCCL_SUCCESS &&
-           state == ARL_NCCL_SUCCESS;
 }
 
+/*
+ * Ended by an abort, also when all is well: ncclCommDestroy waits for the other ranks to destroy
+ * theirs, without an end (seen on two H200 for as long as we cared to wait), and ours may keep
+ * theirs for the next sync, or be gone. After a finalize there is nothing left to lose by it.
+ */
 void
 arl_nccl_link_finish(arl_nccl_link_t *link)
 {
-    bool entered, well;
+    bool entered;
 
     if (link->comm == NULL) {
         return;
     }
     entered = arl_cuda_device_enter(&link->engine->device);
-    well = finalize(link);
-    if (well) {
-        (void)link->api->ncclCommDestroy(link->comm);
-        link->comm = NULL;
-    }
+    finalize(link);
     arl_cuda_device_leave(&link->engine->device, entered);
     arl_nccl_link_abort(link);
 }

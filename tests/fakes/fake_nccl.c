@@ -354,20 +354,6 @@ comm_end(arl_nccl_comm_t comm)
     (void)pthread_mutex_unlock(&lock);
 }
 
-FAKE_EXPORT arl_ncclCommDestroy_fn ncclCommDestroy;
-FAKE_EXPORT arl_nccl_result_t
-ncclCommDestroy(arl_nccl_comm_t comm)
-{
-    const int failed = fake_fail_point(__func__);
-
-    if (comm->pending > 0 || !comm->ready) {
-        fake_misuse("ncclCommDestroy would block: %s",
-                    comm->ready ? "work is pending" : "not initialised");
-    }
-    comm_end(comm);
-    return failed != 0 ? ARL_NCCL_INTERNAL_ERROR : ARL_NCCL_SUCCESS;
-}
-
 FAKE_EXPORT arl_ncclCommAbort_fn ncclCommAbort;
 FAKE_EXPORT arl_nccl_result_t
 ncclCommAbort(arl_nccl_comm_t comm)
