@@ -184,6 +184,25 @@ def test_tensors_are_asked_for_one_after_another(pair: Pair) -> None:
     assert pair.sender.run("result = alive == list(params)")
 
 
+def test_nothing_is_under_way_while_the_callers_code_runs(pair: Pair) -> None:
+    """It may wait for the device, where no deadline reaches."""
+    pair.start(code=SPECIFIED)
+    pair.sender.run("driver.lag(1_000)")
+    pair.sync(
+        "pending = []\n"
+        "def turn(t):\n"
+        "    if t.array.ndim < 2: return t\n"
+        "    return fakes.device_array(np.ascontiguousarray(t.array.T)).transposed(1, 0)\n"
+        "def feed():\n"
+        "    for name, tensor in params.items():\n"
+        "        pending.append(driver.pending())\n"
+        "        yield name, turn(tensor)\n"
+        "s = sender.serve(feed())"
+    )
+    pair.assert_equal()
+    assert pair.sender.run("result = pending") == [0] * 6
+
+
 def test_a_tensor_may_go_when_the_next_is_asked_for(pair: Pair) -> None:
     pair.start(code=SPECIFIED)
     pair.sender.run("driver.lag(1_000)")

@@ -118,13 +118,17 @@ typedef struct arl_chunk_server {
     const arl_offer_t *offer;
     const arl_feed_t *feed; /* NULL: the tensors are where they were at the offer */
     arl_deadline_t *deadline;
-    int64_t next; /* the chunk that is being filled, or waits for its slot */
+    int64_t next;   /* the chunk that is being filled, or waits for its slot */
+    int64_t packed; /* chunks whose copies were put on the engine's stream before; not when fed */
     /* Waits until the slot of chunk `next` may be written to. */
     arl_status_t (*begin)(struct arl_chunk_server *server, arl_error_t *err);
     /* All copies into chunk `next` are on the engine's stream. */
     arl_status_t (*end)(struct arl_chunk_server *server, arl_error_t *err);
     /* The copies of a fed tensor are done. May be NULL. */
     arl_status_t (*fed)(struct arl_chunk_server *server, arl_error_t *err);
+    /* Waits until the transport has nothing under way on the GPU: called before what may make the
+     * driver wait for all of the device, where no deadline reaches. May be NULL. */
+    arl_status_t (*quiet)(struct arl_chunk_server *server, arl_error_t *err);
     void *context;
 } arl_chunk_server_t;
 

@@ -183,11 +183,13 @@ serve_planned(arl_chunk_server_t *server, arl_error_t *err)
     arl_status_t status = ARL_OK;
 
     for (server->next = 0; server->next < packer->stream.chunk_count; server->next++) {
-        ARL_CHECK_GOTO(status, server->begin(server, err), done);
-        ARL_CHECK_GOTO(
-            status,
-            arl_cuda_plan_run(packer->plans[server->next], &base, packer->engine->stream, err),
-            done);
+        if (server->next >= server->packed) {
+            ARL_CHECK_GOTO(status, server->begin(server, err), done);
+            ARL_CHECK_GOTO(
+                status,
+                arl_cuda_plan_run(packer->plans[server->next], &base, packer->engine->stream, err),
+                done);
+        }
         ARL_CHECK_GOTO(status, server->end(server, err), done);
     }
 done:
@@ -234,8 +236,8 @@ settle(const arl_chunk_server_t *server, arl_error_t *err)
 
 /* Puts the copies of one piece on the stream. Dense ones need no tables. */
 static arl_status_t
-copy_piece(const arl_chunk_server_t *server, const arl_stream_piece_t *piece,
-           const arl_view_t *view, arl_error_t *err)
+copy_piece(arl_chunk_server_t *server, const arl_stream_piece_t *piece, const arl_view_t *view,
+           arl_error_t *err)
 {
     const arl_cuda_engine_t *engine = server->packer->engine;
     const uintptr_t source = (uintptr_t)view->data, zero = 0;
@@ -259,8 +261,11 @@ copy_piece(const arl_chunk_server_t *server, const arl_stream_piece_t *piece,
         for (int64_t i = 0; i < list.count; i++) {
             list.items[i].src_offset += (int64_t)source;
         }
-        status =
-            arl_cuda_plan_create(engine, list.items, list.count, 1, server->deadline, &plan, err);
+        status = server->quiet != NULL ? server->quiet(server, err) : ARL_OK;
+        if (status == ARL_OK) {
+            status = arl_cuda_plan_create(engine, list.items, list.count, 1, server->deadline,
+                                          &plan, err);
+        }
         if (status == ARL_OK) {
             status = arl_cuda_plan_run(plan, &zero, engine->stream, err);
         }

@@ -109,6 +109,10 @@ arl_status_t arl_nccl_link_connect(arl_nccl_link_t *link, const arl_nccl_id_t *i
 void arl_nccl_link_finish(arl_nccl_link_t *link);
 void arl_nccl_link_abort(arl_nccl_link_t *link);
 
+/* Waits for what is under way. False where it does not end: a device that hangs is waited for
+ * once. */
+bool arl_nccl_link_idle(arl_nccl_link_t *link);
+
 /* For a sync: nothing is under way. */
 void arl_nccl_link_reset(arl_nccl_link_t *link);
 

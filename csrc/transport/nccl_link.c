@@ -55,9 +55,8 @@ close_link:
     return status;
 }
 
-/* Whether nothing is under way. A device that hangs is waited for once. */
-static bool
-link_idle(arl_nccl_link_t *link)
+bool
+arl_nccl_link_idle(arl_nccl_link_t *link)
 {
     const arl_cuda_device_t *device = &link->engine->device;
     const double seconds = link->stuck ? 0.0 : ARL_CUDA_IDLE_SECONDS;
@@ -129,7 +128,7 @@ arl_nccl_link_deallocate(arl_nccl_link_t *link)
     const arl_cuda_device_t *device = &link->engine->device;
     bool entered;
 
-    if (!link_idle(link)) {
+    if (!arl_nccl_link_idle(link)) {
         return false;
     }
     if (link->buckets != 0) {
@@ -321,7 +320,8 @@ arl_nccl_link_abort(arl_nccl_link_t *link)
     (void)link->api->ncclCommAbort(link->comm);
     arl_cuda_device_leave(&link->engine->device, entered);
     link->comm = NULL;
-    (void)link_idle(link); /* what was under way ends now; the caller may free what it used */
+    (void)arl_nccl_link_idle(
+        link); /* what was under way ends now; the caller may free what it used */
 }
 
 /* ---- transfers ------------------------------------------------------------------------------ */

@@ -389,8 +389,11 @@ chunk_end(arl_chunk_server_t *base, arl_error_t *err)
 {
     nccl_server_t *server = (nccl_server_t *)base;
     arl_nccl_link_t *link = server->link;
-    arl_status_t status = arl_cuda_queue_mark(&link->moved, err);
+    arl_status_t status = ARL_OK;
 
+    if (base->next >= base->packed) {
+        status = arl_cuda_queue_mark(&link->moved, err);
+    }
     if (status == ARL_OK) {
         status = arl_cuda_queue_follow(&link->moved, base->next, link->wire, err);
     }
@@ -400,23 +403,50 @@ chunk_end(arl_chunk_server_t *base, arl_error_t *err)
                                                  &server->watch, err);
 }
 
+/* What feeds the tensors runs code of the caller's, which may well wait for the device (a free, a
+ * synchronize), and would do so for ever if a peer died now. */
 static arl_status_t
-send_all(nccl_server_t *server, arl_error_t *err)
+all_sent(arl_chunk_server_t *base, arl_error_t *err)
 {
+    nccl_server_t *server = (nccl_server_t *)base;
     arl_nccl_link_t *link = server->link;
-    const arl_cuda_device_t *device = &link->engine->device;
-    arl_status_t status = arl_cuda_device_push(device, err);
 
-    if (status != ARL_OK) {
-        return status;
+    return arl_nccl_link_reach(link, &link->wired, link->wired.launched, &server->watch, err);
+}
+
+/* Fills the buckets once, before anybody has come: the first chunks need not be waited for. */
+static arl_status_t
+pack_ahead(nccl_server_t *server, arl_error_t *err)
+{
+    arl_chunk_server_t *base = &server->base;
+    const arl_chunk_packer_t *packer = base->packer;
+    const uintptr_t zero = 0;
+    arl_status_t status = ARL_OK;
+
+    while (base->feed == NULL && base->packed < packer->geometry.slots &&
+           base->packed < packer->stream.chunk_count && status == ARL_OK) {
+        status = arl_cuda_plan_run(packer->plans[base->packed], &zero, packer->engine->stream, err);
+        if (status == ARL_OK) {
+            status = arl_cuda_queue_mark(&server->link->moved, err);
+            base->packed++;
+        }
     }
-    arl_nccl_link_reset(link);
-    status = arl_chunk_serve(&server->base, err);
-    if (status == ARL_OK) {
-        status = arl_nccl_link_reach(link, &link->wired, link->wired.launched, &server->watch, err);
-    }
-    arl_cuda_device_pop(device);
     return status;
+}
+
+/* The device is current. */
+static arl_status_t
+send_all(nccl_server_t *server, hub_t *hub, arl_error_t *err)
+{
+    arl_status_t status = pack_ahead(server, err);
+
+    if (status == ARL_OK) {
+        status = meet(hub, &server->watch, err);
+    }
+    if (status == ARL_OK) {
+        status = arl_chunk_serve(&server->base, err);
+    }
+    return status == ARL_OK ? all_sent(&server->base, err) : status;
 }
 
 arl_status_t
@@ -424,12 +454,15 @@ arl_nccl_serve(arl_export_t *base, const arl_offer_t *offer, const arl_feed_t *f
                arl_deadline_t *deadline, arl_error_t *err)
 {
     hub_t *hub = ((nccl_export_t *)base)->hub;
+    const arl_cuda_device_t *device = &hub->link.engine->device;
     nccl_server_t server = {.base = {.packer = &hub->packer,
                                      .offer = offer,
                                      .feed = feed,
                                      .deadline = deadline,
                                      .begin = chunk_begin,
-                                     .end = chunk_end},
+                                     .end = chunk_end,
+                                     .fed = all_sent,
+                                     .quiet = all_sent},
                             .link = &hub->link,
                             .watch = {.operation = SERVE,
                                       .deadline = deadline,
@@ -441,12 +474,19 @@ arl_nccl_serve(arl_export_t *base, const arl_offer_t *offer, const arl_feed_t *f
         return arl_error_set(err, ARL_ERR_SYNC, SERVE,
                              "this offer was served already; make a new one with offer()");
     }
-    ARL_CHECK_GOTO(status, arl_chunk_serve_check(&server.base, err), done);
-    ARL_CHECK_GOTO(status, meet(hub, &server.watch, err), done);
-    status = send_all(&server, err);
-    if (status != ARL_OK) {
-        arl_nccl_link_abort(&hub->link);
+    status = arl_chunk_serve_check(&server.base, err);
+    if (status != ARL_OK || (status = arl_cuda_device_push(device, err)) != ARL_OK) {
+        return status;
     }
-done:
+    arl_nccl_link_reset(&hub->link);
+    status = send_all(&server, hub, err);
+    arl_cuda_device_pop(device);
+    if (status != ARL_OK) {
+        /* Where nobody has been told to begin, the communicator is as good as before. */
+        if (atomic_load(&arl_control_page(base->control)->sequence) != 0) {
+            arl_nccl_link_abort(&hub->link);
+        }
+        (void)arl_nccl_link_idle(&hub->link); /* the caller's tensors may go now */
+    }
     return status;
 }
