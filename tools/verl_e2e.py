@@ -112,7 +112,8 @@ def overrides(form: str, folder: Path, steps: int) -> list[str]:
         "+ray_kwargs.ray_init.include_dashboard=False",
     ]
     if form == "v1":
-        return common
+        # Each unit takes a slot; eight of them are the default.
+        return [*common, "transfer_queue.backend.SimpleStorage.num_data_storage_units=1"]
     return [*common, "trainer.remote_backend=arctic", "trainer.use_legacy_worker_impl=disable"]
 
 

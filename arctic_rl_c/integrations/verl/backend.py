@@ -70,7 +70,7 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
         """
         config, url = plain_config(main_config)
         if handle is not None:
-            return cls(config, _attach(handle), owner=False)
+            return cls(config, attach(handle), owner=False)
         protocol = config["remote_backend"]["comms"]["protocol"]
         transport = _start_http(config, url) if protocol == "http" else _start_ray(config, url)
         for text in effective_warnings(config, transport):
@@ -200,10 +200,15 @@ def effective_warnings(config: Mapping[str, Any], transport: Any) -> list[str]:
 
 
 def _rebuild(config: dict[str, Any], handle: Mapping[str, Any]) -> ArcticBackend:
-    return ArcticBackend(config, _attach(handle), owner=False)
+    return ArcticBackend(config, attach(handle), owner=False)
 
 
-def _attach(handle: Mapping[str, Any]) -> Any:
+def attach(handle: Mapping[str, Any]) -> Any:
+    """A transport to the server that a backend's handle describes.
+
+    Raises:
+        ConfigError: It is no handle of this backend, or of a transport that stays in its process.
+    """
     if handle.get("backend") != "arctic_rl_c":
         raise ConfigError(
             f"this is the handle of another backend, with the keys {', '.join(sorted(handle))}"

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import ray
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
 # Registers in this process, which may not have inherited the variable that tells verl to.
@@ -212,6 +211,8 @@ class ArcticReplica(RolloutReplica):  # type: ignore[misc]  # verl has no types
 
     async def launch_servers(self) -> None:
         """Start the actor that takes prompts."""
+        import ray
+
         server = ray.remote(ArcticServer)
         handle = server.options(num_cpus=0, max_concurrency=_CONCURRENCY).remote(
             config=self.config,

@@ -7,6 +7,7 @@ order in which the trainer asked, and no decorator can lose a coroutine on the w
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import time
@@ -31,6 +32,8 @@ from verl.utils.profiler import DistProfiler, DistProfilerExtension
 import arctic_rl_c.integrations.verl  # noqa: F401
 from arctic_rl_c.integrations.verl.backend import ArcticBackend
 from arctic_rl_c.integrations.verl.compat import LoopThread, as_padded, widths
+
+_log = logging.getLogger("arctic_rl_c.integrations.verl")
 
 _ACTOR = ("actor", "actor_rollout", "actor_rollout_ref")
 _ROLLOUT = ("rollout", "actor_rollout", "actor_rollout_ref")
@@ -63,6 +66,7 @@ class ArcticWorker(Worker, DistProfilerExtension):  # type: ignore[misc]  # verl
         self._is_actor, self._is_rollout = role in _ACTOR, role in _ROLLOUT
         self._is_ref = role in _REF
         self.backend: ArcticBackend | None = ArcticBackend.from_config(main_config, handle=handle)
+        self._told_of_flops = False
         self._training_gpus = max(1, int(self.backend.config["remote_backend"]["training_gpus"]))
         DistProfilerExtension.__init__(
             self, DistProfiler(rank=self.rank, config=None, tool_config=None)
@@ -235,8 +239,18 @@ class ArcticWorker(Worker, DistProfilerExtension):  # type: ignore[misc]  # verl
         return tu.get_tensordict(tensor_dict=output, non_tensor_dict={"metrics": metrics})
 
     def _mfu(self, tokens: list[int], seconds: float) -> float:
-        """Share of the training GPUs' promised speed, the way to the server included."""
-        estimated, promised = self.flops_counter.estimate_flops(tokens, seconds)
+        """Share of the training GPUs' promised speed, the way to the server included.
+
+        verl takes the promise from the device of this process. Newer verls fail where it has
+        none, older ones call it infinite: 0 both times.
+        """
+        try:
+            estimated, promised = self.flops_counter.estimate_flops(tokens, seconds)
+        except (AssertionError, RuntimeError) as error:
+            if not self._told_of_flops:
+                _log.warning("mfu is reported as 0, the forwarder sees no GPU: %s", error)
+                self._told_of_flops = True
+            return 0.0
         return float(estimated / promised / self._training_gpus)
 
 
