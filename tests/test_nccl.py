@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fakes
-from fakes.pairs import FEED, MODEL, RECEIVER, SENDER, SPECIFIED, Pair, sync_may_fail
+from fakes.pairs import FEED, GATHER, MODEL, RECEIVER, SENDER, SPECIFIED, Pair, sync_may_fail
 from fakes.peers import Peer, PeerDied, PeerError
 from peers import Control, until
 
@@ -103,14 +103,7 @@ def test_the_communicator_is_kept_between_syncs(pair: Pair) -> None:
 @pytest.mark.parametrize("keep", [False, True])
 def test_many_syncs_leave_nothing_more(pair: Pair, keep: bool) -> None:
     pair.start(sender={"keep_mapped": keep}, receiver={"keep_mapped": keep})
-    pair.sync()
-    before = pair.receiver.run("result = driver.live()"), pair.sender.run("result = driver.live()")
-    for number in range(4):
-        pair.sender.run("params['norm'].array[:] = number", number=number)
-        pair.sync()
-        pair.assert_equal()
-    after = pair.receiver.run("result = driver.live()"), pair.sender.run("result = driver.live()")
-    assert after == before
+    pair.assert_syncs_leave_nothing()
     pair.assert_nothing_open()
 
 
@@ -206,15 +199,7 @@ def test_nothing_is_under_way_while_the_callers_code_runs(pair: Pair) -> None:
 def test_a_tensor_may_go_when_the_next_is_asked_for(pair: Pair) -> None:
     pair.start(code=SPECIFIED)
     pair.sender.run("driver.lag(1_000)")
-    pair.sync(
-        "def gather():\n"
-        "    for name, tensor in params.items():\n"
-        "        whole = fakes.device_array(tensor.array.copy())\n"
-        "        yield name, whole\n"
-        "        whole.array[...] = 0\n"
-        "        del whole\n"
-        "s = sender.serve(gather())"
-    )
+    pair.sync(GATHER)
     pair.assert_equal()
     pair.assert_nothing_open()
 

@@ -11,7 +11,7 @@ import pytest
 
 import arctic_rl_c
 import fakes
-from fakes.pairs import FEED, MODEL, SPECIFIED, Pair, sync_may_fail
+from fakes.pairs import FEED, GATHER, MODEL, SPECIFIED, Pair, sync_may_fail
 from fakes.peers import PeerDied, PeerError
 from peers import Control, until
 
@@ -51,14 +51,7 @@ def test_the_extra_memory_is_the_ring_whatever_the_tensors_are(pair: Pair) -> No
 @pytest.mark.parametrize("keep", [False, True])
 def test_many_syncs_leave_nothing_more(pair: Pair, keep: bool) -> None:
     pair.start(sender={"keep_mapped": keep}, receiver={"keep_mapped": keep})
-    pair.sync()
-    before = pair.receiver.run("result = driver.live()"), pair.sender.run("result = driver.live()")
-    for number in range(4):
-        pair.sender.run("params['norm'].array[:] = number", number=number)
-        pair.sync()
-        pair.assert_equal()
-    after = pair.receiver.run("result = driver.live()"), pair.sender.run("result = driver.live()")
-    assert after == before
+    pair.assert_syncs_leave_nothing()
     assert pair.receiver.run("result = receiver.live_mappings()") == int(keep)
     pair.assert_nothing_open()
 
@@ -148,15 +141,7 @@ def test_tensors_are_asked_for_one_after_another(pair: Pair) -> None:
 
 def test_a_tensor_may_go_when_the_next_is_asked_for(pair: Pair) -> None:
     pair.start(code=SPECIFIED)
-    pair.sync(
-        "def gather():\n"
-        "    for name, tensor in params.items():\n"
-        "        whole = fakes.device_array(tensor.array.copy())\n"
-        "        yield name, whole\n"
-        "        whole.array[...] = 0\n"
-        "        del whole\n"
-        "s = sender.serve(gather())"
-    )
+    pair.sync(GATHER)
     pair.assert_equal()
     pair.assert_nothing_open()
 

@@ -104,6 +104,20 @@ class Pair:
         for peer in self.receivers:
             assert peer.run("result = contents(params)") == sent
 
+    def live(self) -> list[dict[str, int]]:
+        """What is alive in the sender and in each receiver."""
+        return [peer.run("result = driver.live()") for peer in (self.sender, *self.receivers)]
+
+    def assert_syncs_leave_nothing(self) -> None:
+        """One sync after the other, all alike in what they leave."""
+        self.sync()
+        before = self.live()
+        for number in range(4):
+            self.sender.run("params['norm'].array[:] = number", number=number)
+            self.sync()
+            self.assert_equal()
+        assert self.live() == before
+
     def assert_nothing_open(self) -> None:
         for peer, name in [(p, "receiver") for p in self.receivers] + [(self.sender, "sender")]:
             peer.run(f"{name}.close(); del {name}, params; import gc; gc.collect()")
@@ -116,6 +130,17 @@ class Pair:
             peer.close()
         self.sender.close()
 
+
+#: Each tensor is gone when the next one is asked for.
+GATHER = """
+def gather():
+    for name, tensor in params.items():
+        whole = fakes.device_array(tensor.array.copy())
+        yield name, whole
+        whole.array[...] = 0
+        del whole
+s = sender.serve(gather())
+"""
 
 FEED = """
 alive = []
