@@ -207,6 +207,7 @@ open_session(arl_receiver_t *receiver, const void *bytes, size_t size, arl_sessi
     session->stats.open_s = phase_end(session);
     ARL_CHECK_GOTO(status, make_plan(receiver, bytes, size, session, err), done);
     session->pull.plan = &receiver->plan;
+    session->pull.set = &receiver->set;
     session->stats.validate_s += phase_end(session);
     session->pull.local = arl_export_find(&session->offer);
     session->import = *kept;

@@ -122,12 +122,6 @@ check_device(const arl_transport_t *transport, arl_device_type_t device, arl_err
                              "cuda_ipc, low_memory and transport they go over host_shm",
                              transport->name);
     }
-    if (!transport->needs_gpu && device != ARL_DEVICE_CPU) {
-        return arl_error_set(err, ARL_ERR_UNAVAILABLE, CHOOSE,
-                             "%s moves tensors of CPU memory, and these are in GPU memory; offer "
-                             "CPU copies of them (.cpu()), or allow cuda_ipc",
-                             transport->name);
-    }
     return ARL_OK;
 }
 
@@ -161,6 +155,10 @@ arl_transport_choose(const arl_choice_t *choice, const arl_export_request_t *req
             /* low_memory bounds what a sync takes beside the weights. Where receivers can read
              * the tensors in place it takes nothing, and every byte is copied once, not twice. */
             transport = &arl_transport_cuda_ipc;
+        }
+        else if (transport == &arl_transport_host_shm && device == ARL_DEVICE_CUDA) {
+            (void)snprintf(fallback, ARL_OFFER_REASON_MAX,
+                           "cuda_ipc=False, and NCCL cannot place two ranks on one GPU");
         }
     }
     status = check_device(transport, device, err);

@@ -96,19 +96,20 @@ typedef struct arl_feed {
 /* One pull, as a transport sees it. */
 typedef struct arl_pull {
     const arl_offer_t *offer;
-    const arl_plan_t *plan; /* copies in the order of the offer's tensors */
-    arl_control_t *control; /* NULL when the sender is on another machine */
-    arl_export_t *local;    /* the sender's end, when it is in this process */
-    bool views;             /* the mapping will be handed out: protect the sender's bytes */
-    bool keep;              /* keep_mapped=True: memory may be kept for the next pull */
-    void *stream;           /* CUstream of the caller, which the copies are ordered after */
+    const arl_plan_t *plan;       /* copies in the order of the offer's tensors */
+    const arl_binding_set_t *set; /* that the plan was made for */
+    arl_control_t *control;       /* NULL when the sender is on another machine */
+    arl_export_t *local;          /* the sender's end, when it is in this process */
+    bool views;                   /* the mapping will be handed out: protect the sender's bytes */
+    bool keep;                    /* keep_mapped=True: memory may be kept for the next pull */
+    void *stream;                 /* CUstream of the caller, which the copies are ordered after */
     arl_deadline_t *deadline;
 } arl_pull_t;
 
 typedef struct arl_transport {
     arl_transport_id_t id;
     const char *name;
-    bool needs_gpu; /* the tensors must be in GPU memory */
+    bool needs_gpu; /* the tensors must be in GPU memory; otherwise they may */
     bool same_host; /* offers of other machines are refused */
     bool streams;   /* bytes move during serve(); the offer has no allocations */
     bool connects;  /* what open() makes is kept after every pull that went well */

@@ -88,6 +88,7 @@ enum {
     ARL_CUDA_STREAM_NON_BLOCKING = 1,
     ARL_CUDA_EVENT_DISABLE_TIMING = 2,
     ARL_CUDA_IPC_LAZY_ENABLE_PEER_ACCESS = 1,
+    ARL_CUDA_HOST_REGISTER_READ_ONLY = 8,
 };
 
 /*
@@ -117,6 +118,8 @@ enum {
     X(cuMemFree_v2, 3020, (arl_cu_ptr_t pointer))                                                  \
     X(cuMemAllocHost_v2, 3020, (void **pointer, size_t size))                                      \
     X(cuMemFreeHost, 2000, (void *pointer))                                                        \
+    X(cuMemHostRegister_v2, 6050, (void *pointer, size_t size, unsigned int flags))                \
+    X(cuMemHostUnregister, 4000, (void *pointer))                                                  \
     X(cuMemGetInfo_v2, 3020, (size_t *free_bytes, size_t *total_bytes))                            \
     X(cuPointerGetAttributes, 7000,                                                                \
       (unsigned int count, arl_cu_pointer_attribute_t *attributes, void **data,                    \

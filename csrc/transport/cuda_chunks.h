@@ -140,6 +140,11 @@ arl_status_t arl_chunk_serve(arl_chunk_server_t *server, arl_error_t *err);
 
 /* ---- the receiver's side -------------------------------------------------------------------- */
 
+/* What the copies of one chunk read of it; empty when they read nothing. */
+typedef struct arl_chunk_span {
+    int64_t begin, end;
+} arl_chunk_span_t;
+
 /* The tables that empty the slots. */
 typedef struct arl_chunk_unpacker {
     const arl_cuda_engine_t *engine;
@@ -147,6 +152,7 @@ typedef struct arl_chunk_unpacker {
     arl_stream_t stream;
     uint64_t plan_serial; /* that `plans` were made for; 0: none */
     arl_cuda_plan_t **plans;
+    arl_chunk_span_t *spans;
     int64_t plan_count;
 } arl_chunk_unpacker_t;
 

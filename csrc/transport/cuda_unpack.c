@@ -13,10 +13,30 @@ arl_chunk_unpacker_free(arl_chunk_unpacker_t *unpacker, bool forked)
         arl_cuda_plan_free(unpacker->plans[i]);
     }
     free(unpacker->plans);
+    free(unpacker->spans);
     unpacker->plans = NULL;
+    unpacker->spans = NULL;
     unpacker->plan_count = 0;
     unpacker->plan_serial = 0;
     arl_stream_free(&unpacker->stream);
+}
+
+static arl_chunk_span_t
+list_span(const arl_copy_list_t *list)
+{
+    arl_chunk_span_t span = {0, 0};
+
+    for (int64_t i = 0; i < list->count; i++) {
+        const arl_copy_t *copy = &list->items[i];
+        int64_t begin = copy->src_offset, end = copy->src_offset + copy->run_bytes;
+
+        for (int d = 0; d < copy->ndim; d++) { /* the stream is dense: no step goes back */
+            end += (copy->count[d] - 1) * copy->src_stride[d];
+        }
+        span.begin = i == 0 || begin < span.begin ? begin : span.begin;
+        span.end = end > span.end ? end : span.end;
+    }
+    return span;
 }
 
 static arl_status_t
@@ -26,6 +46,7 @@ plan_chunk(arl_chunk_unpacker_t *unpacker, const arl_pull_t *pull, int64_t chunk
     arl_status_t status = arl_stream_unpack(&unpacker->stream, pull->plan, chunk, &list, err);
 
     if (status == ARL_OK) {
+        unpacker->spans[chunk] = list_span(&list);
         status = arl_cuda_plan_create(unpacker->engine, list.items, list.count, 1, pull->deadline,
                                       &unpacker->plans[chunk], err);
     }
@@ -50,7 +71,8 @@ arl_chunk_unpacker_prepare(arl_chunk_unpacker_t *unpacker, const arl_pull_t *pul
         return status;
     }
     unpacker->plans = calloc((size_t)unpacker->stream.chunk_count + 1, sizeof(unpacker->plans[0]));
-    if (unpacker->plans == NULL) {
+    unpacker->spans = calloc((size_t)unpacker->stream.chunk_count + 1, sizeof(unpacker->spans[0]));
+    if (unpacker->plans == NULL || unpacker->spans == NULL) {
         return arl_error_set(err, ARL_ERR_NOMEM, PULL, "out of memory for %lld chunks",
                              (long long)unpacker->stream.chunk_count);
     }

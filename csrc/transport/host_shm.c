@@ -4,6 +4,9 @@
  * offer, densely, each at a multiple of 256 bytes; receivers map the file and copy from it. The
  * sender may change its tensors as soon as the offer is made.
  *
+ * Tensors in GPU memory pass through the same file, on either side (host_shm_cuda.c): where NCCL
+ * and CUDA IPC are not to be had, or one of the two is on the CPU.
+ *
  * The file is for one offer, and its name goes when the last receiver has opened it; or, with
  * keep_mapped, it stays for the next offers (base_id is not 0 then), since making its pages
  * takes several times longer than filling them.
@@ -13,21 +16,24 @@
 #include "transport/arl_sender.h"
 #include "transport/arl_shm.h"
 #include "transport/arl_transport.h"
+#include "transport/host_shm_cuda.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { ALIGNMENT = 256 };
+enum { ALIGNMENT = ARL_STREAM_ALIGN };
 
 /* The file, which may outlive the offer. Counted: what a sender keeps, and each export. */
 typedef struct host_file {
     arl_shm_t shm;
+    arl_host_source_t *source; /* what fills it from GPU memory, when that is kept; or NULL */
     _Atomic int references;
 } host_file_t;
 
 typedef struct host_export {
     arl_export_t base;
     host_file_t *file;
+    arl_chunk_geometry_t blob;
     const char *address; /* base.bases points here */
 } host_export_t;
 
@@ -36,7 +42,8 @@ typedef struct host_import {
     arl_shm_t shm;
     arl_export_t *local; /* instead of shm */
     const char *address;
-    bool reusable; /* the next offer may come in the same file */
+    bool reusable;             /* the next offer may come in the same file */
+    arl_host_target_t *target; /* what empties it into GPU memory, or NULL */
 } host_import_t;
 
 static arl_status_t
@@ -92,7 +99,8 @@ lay_out(const arl_export_request_t *request, arl_offer_t *offer, int64_t *bytes_
 
 /* Copies the distinct tensors to their places, over several threads. */
 static arl_status_t
-fill(const arl_export_request_t *request, const arl_offer_t *offer, char *map, arl_error_t *err)
+fill_from_host(const arl_export_request_t *request, const arl_offer_t *offer, char *map,
+               arl_error_t *err)
 {
     arl_plan_t plan = {0};
     const char **bases = malloc(((size_t)request->count + 1) * sizeof(*bases));
@@ -143,7 +151,10 @@ file_drop(host_file_t *file, bool forked)
     if (atomic_fetch_sub(&file->references, 1) != 1) {
         return;
     }
-    if (forked) {
+    if (!arl_host_source_free(file->source, forked)) {
+        arl_shm_unlink(&file->shm); /* a device that hangs may still write to it */
+    }
+    else if (forked) {
         arl_shm_forget(&file->shm);
     }
     else {
@@ -192,6 +203,36 @@ take_file(const arl_export_request_t *request, size_t size, host_file_t **file_p
     return ARL_OK;
 }
 
+/* Copies the tensors and sums those that are to be verified. */
+static arl_status_t
+fill(const arl_export_request_t *request, arl_offer_t *offer, host_export_t *export,
+     arl_error_t *err)
+{
+    host_file_t *file = export->file;
+    arl_status_t status;
+
+    export->base.extra_bytes = (int64_t)file->shm.size;
+    if (request->sources[0].view.device_type != ARL_DEVICE_CUDA) {
+        status = fill_from_host(request, offer, file->shm.map, err);
+        if (status == ARL_OK) {
+            add_checksums(request, offer);
+        }
+        return status;
+    }
+    status = arl_host_source_fill(request, offer, &export->blob, file->shm.map, file->shm.size,
+                                  &file->source, err);
+    if (status != ARL_OK) {
+        host_discard(request->kept, false); /* what is half done serves no other offer */
+        return status;
+    }
+    export->base.extra_bytes += arl_host_source_bytes(file->source);
+    if (!request->keep) {
+        (void)arl_host_source_free(file->source, false); /* all is done, so nothing runs */
+        file->source = NULL;
+    }
+    return ARL_OK;
+}
+
 static arl_status_t
 host_offer(const arl_export_request_t *request, arl_offer_t *offer, arl_export_t **export_p,
            arl_error_t *err)
@@ -206,17 +247,18 @@ host_offer(const arl_export_request_t *request, arl_offer_t *offer, arl_export_t
         goto free_export;
     }
     ARL_CHECK_GOTO(status, lay_out(request, offer, &export->base.bytes, &size, err), free_export);
+    ARL_CHECK_GOTO(status, arl_host_geometry(request->ring_bytes, &export->blob, err), free_export);
     ARL_CHECK_GOTO(status, take_file(request, size, &export->file, err), free_export);
-    ARL_CHECK_GOTO(status, fill(request, offer, export->file->shm.map, err), drop_file);
-    add_checksums(request, offer);
+    ARL_CHECK_GOTO(status, fill(request, offer, export, err), drop_file);
     offer->alloc_count = 1;
     alloc->kind = ARL_ALLOC_SHM;
     alloc->size = export->file->shm.size;
     alloc->base_id = request->keep;
     memcpy(alloc->handle, export->file->shm.name, sizeof(export->file->shm.name));
+    offer->blob = (const uint8_t *)&export->blob;
+    offer->blob_size = sizeof(export->blob);
     export->address = export->file->shm.map;
     export->base.bases = &export->address;
-    export->base.extra_bytes = (int64_t)alloc->size;
     export->base.in_place = request->keep;
     *export_p = &export->base;
     return ARL_OK;
@@ -242,11 +284,18 @@ host_destroy(arl_export_t *base, bool forked)
 static void
 unmap(host_import_t *import)
 {
-    if (import->local != NULL) {
+    /* What a device that hangs may still read stays mapped. */
+    const bool idle = arl_host_target_free(import->target);
+
+    import->target = NULL;
+    if (import->local != NULL && idle) {
         arl_export_drop(import->local);
-        import->local = NULL;
     }
-    arl_shm_close(&import->shm);
+    import->local = NULL;
+    if (idle) {
+        arl_shm_close(&import->shm);
+    }
+    memset(&import->shm, 0, sizeof(import->shm));
     import->base.mappings = 0;
 }
 
@@ -297,6 +346,25 @@ map(const arl_pull_t *pull, host_import_t *import, arl_error_t *err)
     return ARL_OK;
 }
 
+/* The part for GPU memory, if there is any. */
+static arl_status_t
+prepare(const arl_pull_t *pull, host_import_t *import, arl_error_t *err)
+{
+    arl_status_t status = ARL_OK;
+
+    import->base.extra_bytes = 0;
+    import->base.fallback = NULL;
+    if (!pull->views) {
+        status = arl_host_target_prepare(pull, import->address, import->shm.size,
+                                         pull->keep && import->reusable, &import->target, err);
+    }
+    if (status == ARL_OK && import->target != NULL) {
+        import->base.extra_bytes = arl_host_target_bytes(import->target);
+        import->base.fallback = arl_host_target_fallback(import->target);
+    }
+    return status;
+}
+
 static arl_status_t
 host_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err)
 {
@@ -332,22 +400,27 @@ host_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err)
         memcpy(name_only.name, offer->allocs[0].handle, sizeof(name_only.name));
         arl_shm_unlink(&name_only);
     }
-    return ARL_OK;
+    return prepare(pull, import, err);
 }
 
 static arl_status_t
 host_copy(const arl_pull_t *pull, arl_import_t *import, arl_error_t *err)
 {
-    return arl_plan_run_host(pull->plan, import->bases, err);
+    arl_host_target_t *target = ((host_import_t *)import)->target;
+
+    return target != NULL ? arl_host_target_copy(target, pull, import->bases[0], err)
+                          : arl_plan_run_host(pull->plan, import->bases, err);
 }
 
 static arl_status_t
 host_checksums(const arl_pull_t *pull, arl_import_t *import, const arl_view_t *views, int64_t count,
                uint64_t *sums, arl_error_t *err)
 {
-    (void)pull;
-    (void)import;
-    (void)err;
+    const arl_host_target_t *target = ((const host_import_t *)import)->target;
+
+    if (target != NULL) {
+        return arl_host_target_checksums(target, pull, views, count, sums, err);
+    }
     for (int64_t i = 0; i < count; i++) {
         sums[i] = arl_checksum_view(&views[i]);
     }

@@ -30,6 +30,7 @@ enum {
     FAKE_ERROR_INVALID_PTX = 218,
     FAKE_ERROR_INVALID_HANDLE = 400,
     FAKE_ERROR_NOT_FOUND = 500,
+    FAKE_ERROR_ALREADY_REGISTERED = 712,
     FAKE_ERROR_NOT_SUPPORTED = 801,
     FAKE_ERROR_UNKNOWN = 999,
 };
@@ -74,7 +75,13 @@ typedef struct fake_header {
     _Atomic int importers[FAKE_IMPORTERS_MAX]; /* pids */
 } fake_header_t;
 
-typedef enum fake_kind { FAKE_LEGACY, FAKE_VMM, FAKE_IMPORTED, FAKE_HOST } fake_kind_t;
+typedef enum fake_kind {
+    FAKE_LEGACY,
+    FAKE_VMM,
+    FAKE_IMPORTED,
+    FAKE_HOST,
+    FAKE_REGISTERED
+} fake_kind_t;
 
 typedef struct fake_block {
     struct fake_block *next;

@@ -34,12 +34,18 @@ fake_block_find(uintptr_t pointer, size_t size)
     return NULL;
 }
 
+static bool
+is_mapped(uintptr_t pointer)
+{
+    return msync((void *)(pointer & ~(uintptr_t)(FAKE_PAGE - 1)), FAKE_PAGE, MS_ASYNC) == 0;
+}
+
 bool
 fake_was_freed(uintptr_t pointer)
 {
     for (size_t i = 0; i < freed_count && i < FREED_MAX; i++) {
         if (pointer >= freed[i].base && pointer - freed[i].base < freed[i].size) {
-            return true;
+            return !is_mapped(pointer); /* what is mapped there now is somebody else's */
         }
     }
     return false;
@@ -101,9 +107,11 @@ block_remove(fake_block_t *block)
         link = &(*link)->next;
     }
     *link = block->next;
-    freed[freed_count++ % FREED_MAX].base = block->base;
-    freed[(freed_count - 1) % FREED_MAX].size = block->size;
-    (void)munmap(block->header, FAKE_PAGE + block->size);
+    if (block->kind != FAKE_REGISTERED) { /* that is the caller's to unmap */
+        freed[freed_count++ % FREED_MAX].base = block->base;
+        freed[(freed_count - 1) % FREED_MAX].size = block->size;
+        (void)munmap(block->header, FAKE_PAGE + block->size);
+    }
     free(block);
 }
 
@@ -286,6 +294,61 @@ cuMemFreeHost(void *pointer)
     return code != 0 ? code : failed;
 }
 
+FAKE_EXPORT arl_cuMemHostRegister_v2_fn cuMemHostRegister_v2;
+FAKE_EXPORT arl_cu_result_t
+cuMemHostRegister_v2(void *pointer, size_t size, unsigned int flags)
+{
+    fake_block_t *block;
+    int code = 0;
+
+    FAKE_FAIL();
+    NEED_CONTEXT();
+    if (size == 0 || !is_mapped((uintptr_t)pointer) ||
+        (flags & ~(unsigned)ARL_CUDA_HOST_REGISTER_READ_ONLY) != 0) {
+        return ARL_CUDA_ERROR_INVALID_VALUE;
+    }
+    (void)pthread_mutex_lock(&fake_lock);
+    if (fake_block_find((uintptr_t)pointer, 1) != NULL) {
+        code = FAKE_ERROR_ALREADY_REGISTERED;
+    }
+    else if ((block = block_add(FAKE_REGISTERED, 0, NULL, size)) == NULL) {
+        code = ARL_CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    else {
+        block->base = (uintptr_t)pointer;
+        fake_live[FAKE_HOST_BLOCKS]++;
+    }
+    (void)pthread_mutex_unlock(&fake_lock);
+    return code;
+}
+
+FAKE_EXPORT arl_cuMemHostUnregister_fn cuMemHostUnregister;
+FAKE_EXPORT arl_cu_result_t
+cuMemHostUnregister(void *pointer)
+{
+    const int failed = fake_fail_point(__func__);
+    fake_block_t *block;
+    int code = 0;
+
+    NEED_CONTEXT();
+    (void)pthread_mutex_lock(&fake_lock);
+    fake_drain();
+    block = fake_block_find((uintptr_t)pointer, 0);
+    if (block == NULL || block->kind != FAKE_REGISTERED || block->base != (uintptr_t)pointer) {
+        fake_misuse("cuMemHostUnregister of %p, which is not registered", pointer);
+        code = ARL_CUDA_ERROR_INVALID_VALUE;
+    }
+    else {
+        if (!is_mapped(block->base)) {
+            fake_misuse("%p was unmapped while it was registered", pointer);
+        }
+        block_remove(block);
+        fake_live[FAKE_HOST_BLOCKS]--;
+    }
+    (void)pthread_mutex_unlock(&fake_lock);
+    return code != 0 ? code : failed;
+}
+
 FAKE_EXPORT arl_cuMemGetInfo_v2_fn cuMemGetInfo_v2;
 FAKE_EXPORT arl_cu_result_t
 cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
@@ -305,7 +368,8 @@ attribute_of(const fake_block_t *block, arl_cu_pointer_attribute_t attribute, vo
 
     switch (attribute) {
     case ARL_CUDA_POINTER_MEMORY_TYPE:
-        word = block->kind == FAKE_HOST ? 1 : ARL_CUDA_MEMORY_DEVICE;
+        word =
+            block->kind == FAKE_HOST || block->kind == FAKE_REGISTERED ? 1 : ARL_CUDA_MEMORY_DEVICE;
         memcpy(data, &word, sizeof(word));
         return 0;
     case ARL_CUDA_POINTER_BUFFER_ID:

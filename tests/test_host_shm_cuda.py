@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""host_shm with tensors in GPU memory on either side, between real processes, on the fake driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import arctic_rl_c
+import fakes
+from fakes.peers import Peer, PeerError, Pending
+
+SLOT = 1 << 16  # the smallest; there are two
+
+#: A model of about ten chunks: one tensor larger than the slots, strided ones, an empty and a
+#: tied one. `places` says where its tensors are, one after another and over again.
+MODEL = """
+import numpy as np, fakes, arctic_rl_c
+driver = fakes.driver()
+LIKE = {
+    "embed": ("u2", (700, 300)),
+    "layer.q": ("f4", (64, 64)),
+    "layer.k": ("u2", (33, 64)),
+    "norm": ("f4", (64,)),
+    "empty": ("u1", (0, 7)),
+    "turned": ("u2", (120, 90)),
+    "column": ("f4", (50, 20)),
+    "head": ("u1", (5, 7)),
+}
+class Host:
+    def __init__(self, array):
+        self.array = array
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+    def view(self, index):
+        return Host(self.array[index])
+    def transposed(self, *axes):
+        return Host(self.array.transpose(*axes))
+def make(values, place):
+    return Host(values) if place == "cpu" else fakes.device_array(values, device=place)
+def model(fill, places):
+    rng = np.random.default_rng(fill)
+    found = {}
+    for number, (name, (dtype, shape)) in enumerate(LIKE.items()):
+        rows, columns = (*shape, 1)[:2]
+        if name == "turned":
+            shape = shape[::-1]
+        elif name == "column":
+            shape = (rows, 3 * columns)
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        values = rng.integers(0, 256, size, dtype="u1").view(dtype).reshape(shape)
+        tensor = make(values, places[number % len(places)])
+        if name == "turned":
+            tensor = tensor.transposed(1, 0)
+        elif name == "column":
+            tensor = tensor.view((slice(None), slice(columns, 2 * columns)))
+        found[name] = tensor
+    found["tied"] = found["embed"]
+    return found
+def contents(tensors):
+    return {name: tensor.array.tobytes() for name, tensor in tensors.items()}
+params = model(fill, places)
+"""
+
+SENDER = MODEL + (
+    "\noptions = {'transport': 'host_shm', 'ring_bytes': 2 << 16, **options}"
+    "\nsender = arctic_rl_c.WeightSender(params, **options)\n"
+)
+RECEIVER = MODEL + "\nreceiver = arctic_rl_c.WeightReceiver(params, **options)\n"
+STATS = "\nresult = s.as_dict()"
+BYTES = 700 * 300 * 2 + 64 * 64 * 4 + 33 * 64 * 2 + 64 * 4 + 120 * 90 * 2 + 50 * 20 * 4 + 5 * 7
+
+#: Where the sender's tensors are, and the receiver's.
+PLACES: dict[str, tuple[list[object], list[object]]] = {
+    "gpu-gpu": ([0], [0]),
+    "gpu-cpu": ([0], ["cpu"]),
+    "cpu-gpu": (["cpu"], [0]),
+    "gpu-both": ([0], [0, "cpu"]),
+    "cpu-both": (["cpu"], ["cpu", 0]),
+    "two-gpus": ([0], [1]),
+}
+
+
+class Pair:
+    """A sender and receivers in processes of their own."""
+
+    def __init__(self, env: dict[str, str], receivers: int = 1) -> None:
+        self.sender = Peer(env)
+        self.receivers = [Peer(env) for _ in range(receivers)]
+        self.receiver = self.receivers[0]
+
+    def start(
+        self,
+        places: str = "gpu-gpu",
+        sender: dict[str, object] | None = None,
+        receiver: dict[str, object] | None = None,
+    ) -> Pair:
+        theirs, ours = PLACES[places]
+        options = {"receivers": len(self.receivers), **(sender or {})}
+        self.sender.run(SENDER, fill=1, places=theirs, options=options)
+        for number, peer in enumerate(self.receivers):
+            peer.run(RECEIVER, fill=2 + number, places=ours, options=receiver or {})
+        return self
+
+    def offer(self, **options: object) -> bytes:
+        offer: bytes = self.sender.run("result = sender.offer(**options)", options=options)
+        return offer
+
+    def pull(self, offer: bytes, **options: object) -> list[Pending]:
+        code = "s = receiver.pull(offer, **options)" + STATS
+        return [peer.start(code, offer=offer, options=options) for peer in self.receivers]
+
+    def sync(self, **options: object) -> list[dict[str, object]]:
+        """The statistics of the sender, then of each receiver."""
+        pulls = self.pull(self.offer(), **options)
+        sent = self.sender.run("s = sender.serve()" + STATS)
+        return [sent, *(pull.result() for pull in pulls)]
+
+    def assert_equal(self) -> None:
+        sent = self.sender.run("result = contents(params)")
+        for peer in self.receivers:
+            assert peer.run("result = contents(params)") == sent
+
+    def assert_nothing_open(self) -> None:
+        for peer, name in [(p, "receiver") for p in self.receivers] + [(self.sender, "sender")]:
+            peer.run(f"{name}.close(); del {name}, params; import gc; gc.collect()")
+            live = peer.run("result = driver.live()")
+            assert live["allocations"] == live["pinned"] == live["events"] == 0, (name, live)
+            assert peer.run("result = driver.depth()") == 0
+
+    def close(self) -> None:
+        for peer in (*self.receivers, self.sender):
+            peer.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with fakes.session(devices=2) as env:
+        found = Pair(env)
+        yield found
+        found.close()
+
+
+# ---- the usual case -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("places", list(PLACES))
+def test_weights_arrive(pair: Pair, places: str, keep: bool) -> None:
+    """Every layout, the first time and again, and all of it compared by checksum too."""
+    pair.start(places, {"verify": "all", "keep_mapped": keep}, {"keep_mapped": keep})
+    for number in range(3):
+        pair.sender.run("params['norm'].array[:] = number", number=number)
+        sent, got = pair.sync(verify="all")
+        pair.assert_equal()
+        assert sent["transport"] == got["transport"] == "host_shm"
+        assert sent["fallback_reason"] is got["fallback_reason"] is None
+        assert sent["bytes"] == BYTES
+        assert got["verified"] == 7  # neither the empty nor the tied one
+    pair.assert_nothing_open()
+
+
+def test_the_gpu_memory_it_takes_is_two_slots_whatever_the_tensors_are(pair: Pair) -> None:
+    sent, got = pair.start().sync()
+    tables = 64 << 10
+    file = int(str(sent["extra_bytes"])) - 2 * SLOT
+    assert BYTES <= file < BYTES + 9 * 256 + tables
+    assert 2 * SLOT < int(str(got["extra_bytes"])) < 2 * SLOT + tables
+
+
+def test_a_receiver_on_the_cpu_takes_none(pair: Pair) -> None:
+    assert pair.start("gpu-cpu").sync()[1]["extra_bytes"] == 0
+    assert pair.receiver.run("result = driver.live()['contexts']") == 0
+
+
+def test_what_is_not_kept_is_given_back_at_once(pair: Pair) -> None:
+    pair.start()
+    before = pair.sender.run("result = driver.live()['allocations']")
+    pair.sync()
+    for peer in (pair.sender, pair.receiver):
+        live = peer.run("result = driver.live()")
+        assert (live["allocations"], live["pinned"]) == (before, 0)
+
+
+def test_what_is_kept_is_pinned_once(pair: Pair) -> None:
+    pair.start("gpu-gpu", {"keep_mapped": True}, {"keep_mapped": True}).sync()
+    before = [p.run("result = driver.live()") for p in (pair.sender, pair.receiver)]
+    assert [live["pinned"] for live in before] == [1, 1]
+    for _ in range(3):
+        pair.sync()
+    assert [p.run("result = driver.live()") for p in (pair.sender, pair.receiver)] == before
+    pair.assert_equal()
+
+
+def test_memory_that_cannot_be_pinned_is_copied_all_the_same(pair: Pair) -> None:
+    pair.start("gpu-gpu", {"keep_mapped": True}, {"keep_mapped": True})
+    for peer in (pair.sender, pair.receiver):
+        peer.run("driver.fail('cuMemHostRegister_v2', 1)")
+    for _ in range(2):
+        pair.sync()
+        pair.assert_equal()
+        for peer in (pair.sender, pair.receiver):
+            assert peer.run("result = driver.live()['pinned']") == 0
+    pair.assert_nothing_open()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("places", ["gpu-gpu", "gpu-both"])
+def test_work_that_lags_on_both_sides(pair: Pair, places: str, keep: bool) -> None:
+    """A slot is written to again when it has been read, and offer() and pull() end when all is."""
+    pair.start(places, {"keep_mapped": keep}, {"keep_mapped": keep})
+    for peer in (pair.sender, pair.receiver):
+        peer.run("driver.lag(2_000)")
+    for number in range(2):
+        pair.sender.run("params['norm'].array[:] = number", number=number)
+        expected = pair.sender.run("result = contents(params)")
+        offer = pair.offer()
+        pair.sender.run("params['embed'].array[:] = number", number=number)  # it may change now
+        pair.pull(offer)[0].result()
+        assert pair.receiver.run("result = contents(params)") == expected
+
+
+def test_without_kernels(pair: Pair) -> None:
+    for peer in (pair.sender, pair.receiver):
+        peer.run(MODEL + "\ndriver.fail('cuModuleLoadDataEx', 1)", fill=1, places=[0])
+    _, got = pair.start().sync()
+    pair.assert_equal()
+    assert "the copy kernels do not load" in str(got["fallback_reason"])
+
+
+def test_two_receivers() -> None:
+    with fakes.session() as env:
+        pair = Pair(env, receivers=2)
+        pair.start().sync()
+        pair.assert_equal()
+        pair.assert_nothing_open()
+        pair.close()
+
+
+def test_a_shard_and_a_column_of_a_larger_tensor(pair: Pair) -> None:
+    """Most chunks hold nothing that this receiver wants, and some a part only."""
+    pair.start()
+    pair.sender.run(
+        "sender = arctic_rl_c.WeightSender({n: params[n] for n in ('embed', 'layer.q')},\n"
+        "    verify='all', **options)"
+    )
+    pair.receiver.run(
+        "shard = fakes.device_array(np.zeros((350, 300), 'u2'))\n"
+        "column = fakes.device_array(np.zeros((64, 16), 'f4'))\n"
+        "receiver = arctic_rl_c.WeightReceiver({\n"
+        "    'embed': arctic_rl_c.Binding(shard, dim=0, start=350, full=700),\n"
+        "    'layer.q': arctic_rl_c.Binding(column, dim=1, start=48, full=64)})"
+    )
+    stats = pair.pull(pair.offer(), verify="all")[0].result()
+    assert stats["bytes"] == 350 * 300 * 2 + 64 * 16 * 4
+    assert stats["verified"] == 2
+    expected = pair.sender.run(
+        "result = params['embed'].array[350:].tobytes(), params['layer.q'].array[:, 48:].tobytes()"
+    )
+    assert pair.receiver.run("result = shard.array.tobytes(), column.array.tobytes()") == expected
+
+
+def test_views_are_in_cpu_memory(pair: Pair) -> None:
+    pair.start()
+    pair.receiver.run(
+        "with receiver.views(offer) as tensors:\n"
+        "    seen = {name: np.from_dlpack(view).copy() for name, view in tensors}",
+        offer=pair.offer(),
+    )
+    expected = pair.sender.run("result = contents(params)")
+    assert pair.receiver.run("result = {n: a.tobytes() for n, a in seen.items()}") == expected
+
+
+# ---- the choice ---------------------------------------------------------------------------------
+
+
+def test_colocated_without_cuda_ipc(pair: Pair) -> None:
+    pair.start(sender={"transport": None, "cuda_ipc": False, "colocated": True})
+    sent, got = pair.sync()
+    pair.assert_equal()
+    assert sent["transport"] == got["transport"] == "host_shm"
+    reason = "cuda_ipc=False, and NCCL cannot place two ranks on one GPU"
+    assert sent["fallback_reason"] == got["fallback_reason"] == reason
+
+
+def test_tensors_that_come_later_are_refused(pair: Pair) -> None:
+    pair.start()
+    with pytest.raises(PeerError, match="w is a specification without data; host_shm"):
+        pair.sender.run("arctic_rl_c.WeightSender({'w': ('float32', (4,))}, **options).offer()")
+
+
+def test_tensors_of_two_devices_are_refused(pair: Pair) -> None:
+    pair.start()
+    pair.sender.run("mixed = model(1, [0, 1])")
+    with pytest.raises(PeerError, match="use one sender for each device"):
+        pair.sender.run("arctic_rl_c.WeightSender(mixed, **options).offer()")
+    pair.receiver.run("receiver = arctic_rl_c.WeightReceiver(model(1, [0, 1]))")
+    with pytest.raises(PeerError, match="use one receiver for each device"):
+        pair.pull(pair.offer())[0].result()
+    assert not pair.receiver.run("result = receiver.torn")
+
+
+@pytest.mark.parametrize("places", ["gpu-gpu", "cpu-gpu"])
+def test_slots_that_are_too_small_are_refused(pair: Pair, places: str) -> None:
+    pair.start(places, {"ring_bytes": 100_000})
+    with pytest.raises(PeerError, match="too small: at least 2 slots of 65536 bytes"):
+        pair.offer()
+
+
+# ---- when it does not go well -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_offer_that_hangs_ends_with_its_deadline(pair: Pair, keep: bool) -> None:
+    pair.start(sender={"keep_mapped": keep}).sync()
+    pair.sender.run("driver.hold(True)")
+    with pytest.raises(PeerError, match=r"not done on device 0 .* is other work in front") as caught:
+        pair.offer(timeout=0.2)
+    assert caught.value.names[0] == "PeerTimeoutError"
+    pair.sender.run("driver.hold(False)")
+    pair.sync()
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_pull_that_hangs_ends_with_its_deadline(pair: Pair, keep: bool) -> None:
+    pair.start(sender={"keep_mapped": keep}, receiver={"keep_mapped": keep}).sync()
+    offer = pair.offer()
+    pair.receiver.run("driver.hold(True)")
+    with pytest.raises(PeerError, match=r"not done on device 0 .* is other work in front") as caught:
+        pair.pull(offer, timeout=0.2)[0].result()
+    assert caught.value.names[0] == "PeerTimeoutError"
+    with pytest.raises(PeerError, match=r"receiver 0 of 1 .* failed"):
+        pair.sender.run("sender.serve()")
+    pair.receiver.run("driver.hold(False)")
+    pair.sync()
+    pair.assert_equal()
+    assert not pair.receiver.run("result = receiver.torn")
+
+
+def sync_may_fail(pair: Pair) -> bool:
+    """Whether it went well on both sides; if not, each said so with an error of the package."""
+    try:
+        pulls = pair.pull(pair.offer())
+    except PeerError as error:
+        assert {"ArcticError", "MemoryError"} & set(error.names), error
+        return False
+    well = True
+    for pending in (*pulls, pair.sender.start("sender.serve()")):
+        try:
+            pending.result()
+        except PeerError as error:
+            assert {"ArcticError", "MemoryError"} & set(error.names), error
+            well = False
+    return well
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_every_driver_call_may_fail(side: str, keep: bool) -> None:
+    """The n-th call fails, for every n, until the sync succeeds: nothing leaks, nobody hangs."""
+    with fakes.session() as env:
+        verify = {"verify": "all", "keep_mapped": keep}
+        pair = Pair(env).start("gpu-both", verify, {"keep_mapped": keep})
+        failing = getattr(pair, side)
+        pair.sync(verify="all")
+        renew = {
+            "sender": "sender.close(); sender = arctic_rl_c.WeightSender(params, **options)",
+            "receiver": "receiver.close()\n"
+            "receiver = arctic_rl_c.WeightReceiver(params, keep_mapped=keep)",
+        }[side]
+        failing.run(renew, keep=keep)
+        clean = failing.run("result = driver.live()")
+        for number in range(1, 600):
+            before = failing.run("driver.fail('any', n); result = driver.calls()", n=number)
+            failed = not sync_may_fail(pair)
+            calls = failing.run("result = driver.calls(); driver.reset()") - before
+            failing.run(renew)
+            live = failing.run("result = driver.live()")
+            for kind in ("streams", "modules", "contexts"):
+                # An engine that could not be asked whether it is idle is given up, and only that.
+                assert live.pop(kind) - clean[kind] <= 2 * number
+            assert live.items() <= clean.items(), (number, live)
+            if not failed and calls < number:
+                break
+        else:
+            pytest.fail("600 calls and no end")
+        pair.sync(verify="all")
+        pair.assert_equal()
+        pair.assert_nothing_open()
+        pair.close()
+
+
+# ---- one process, offers that are wrong ----------------------------------------------------------
+
+
+@pytest.fixture
+def driver() -> Iterator[fakes.Driver]:
+    found = fakes.driver()
+    yield found
+    found.reset()
+    assert fakes.misuse(found.session) is None
+    fakes.clean(found.session)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_same_process(driver: fakes.Driver, keep: bool) -> None:
+    values = np.random.default_rng(1).integers(0, 256, 500_000, dtype=np.uint8)
+    source, target = fakes.device_array(values), fakes.device_array(np.zeros_like(values))
+    before = driver.live()["allocations"]
+    with (
+        arctic_rl_c.WeightSender(
+            {"w": source}, transport="host_shm", ring_bytes=2 * SLOT, keep_mapped=keep
+        ) as sender,
+        arctic_rl_c.WeightReceiver({"w": target}, keep_mapped=keep) as receiver,
+    ):
+        for number in range(3):
+            source.array[0] = number
+            receiver.pull(sender.offer())
+            assert np.array_equal(source.array, target.array)
+    assert driver.live()["allocations"] == before
+    assert driver.live()["pinned"] == 0
