@@ -97,7 +97,7 @@ def group(benchmarks: str) -> Iterator[Group]:
     found.close()
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc", "ring"])
+@pytest.mark.parametrize("transport", ["cuda_ipc", "ring", "host_shm"])
 def test_mixed_dtypes_and_layouts(group: Group, transport: str) -> None:
     group.start(transport=transport, verify="all")
     for _ in range(2):
@@ -129,7 +129,7 @@ def test_expandable_segments_go_through_the_ring(benchmarks: str) -> None:
 
 
 def test_two_receivers(benchmarks: str) -> None:
-    for transport in ("cuda_ipc", "ring"):
+    for transport in ("cuda_ipc", "ring", "host_shm"):
         group = Group(benchmarks, "mixed", receivers=2).start(transport=transport)
         group.sync()
         group.assert_equal()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""host_shm with tensors in GPU memory on either side, between real processes, on the fake driver."""
+"""host_shm of tensors in GPU memory, on either side or both: real processes, the fake driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 import arctic_rl_c
 import fakes
-from fakes.peers import Peer, PeerError, Pending
+from fakes.pairs import Pair, sync_may_fail
+from fakes.peers import PeerError
 
 SLOT = 1 << 16  # the smallest; there are two
 
@@ -66,12 +67,8 @@ def contents(tensors):
 params = model(fill, places)
 """
 
-SENDER = MODEL + (
-    "\noptions = {'transport': 'host_shm', 'ring_bytes': 2 << 16, **options}"
-    "\nsender = arctic_rl_c.WeightSender(params, **options)\n"
-)
+SENDER = MODEL + "\nsender = arctic_rl_c.WeightSender(params, **options)\n"
 RECEIVER = MODEL + "\nreceiver = arctic_rl_c.WeightReceiver(params, **options)\n"
-STATS = "\nresult = s.as_dict()"
 BYTES = 700 * 300 * 2 + 64 * 64 * 4 + 33 * 64 * 2 + 64 * 4 + 120 * 90 * 2 + 50 * 20 * 4 + 5 * 7
 
 #: Where the sender's tensors are, and the receiver's.
@@ -85,62 +82,38 @@ PLACES: dict[str, tuple[list[object], list[object]]] = {
 }
 
 
-class Pair:
-    """A sender and receivers in processes of their own."""
+class PlacedPair(Pair):
+    """A sender and receivers in processes of their own, and their tensors where a test says."""
 
     def __init__(self, env: dict[str, str], receivers: int = 1) -> None:
-        self.sender = Peer(env)
-        self.receivers = [Peer(env) for _ in range(receivers)]
-        self.receiver = self.receivers[0]
+        options = {"transport": "host_shm", "ring_bytes": 2 * SLOT}
+        super().__init__(env, receivers, options=options)
 
-    def start(
+    def place(
         self,
         places: str = "gpu-gpu",
         sender: dict[str, object] | None = None,
         receiver: dict[str, object] | None = None,
-    ) -> Pair:
+    ) -> PlacedPair:
         theirs, ours = PLACES[places]
-        options = {"receivers": len(self.receivers), **(sender or {})}
+        options = {"receivers": len(self.receivers), **self.options, **(sender or {})}
         self.sender.run(SENDER, fill=1, places=theirs, options=options)
         for number, peer in enumerate(self.receivers):
             peer.run(RECEIVER, fill=2 + number, places=ours, options=receiver or {})
         return self
 
-    def offer(self, **options: object) -> bytes:
-        offer: bytes = self.sender.run("result = sender.offer(**options)", options=options)
-        return offer
-
-    def pull(self, offer: bytes, **options: object) -> list[Pending]:
-        code = "s = receiver.pull(offer, **options)" + STATS
-        return [peer.start(code, offer=offer, options=options) for peer in self.receivers]
-
-    def sync(self, **options: object) -> list[dict[str, object]]:
-        """The statistics of the sender, then of each receiver."""
-        pulls = self.pull(self.offer(), **options)
-        sent = self.sender.run("s = sender.serve()" + STATS)
-        return [sent, *(pull.result() for pull in pulls)]
-
-    def assert_equal(self) -> None:
-        sent = self.sender.run("result = contents(params)")
-        for peer in self.receivers:
-            assert peer.run("result = contents(params)") == sent
-
     def assert_nothing_open(self) -> None:
-        for peer, name in [(p, "receiver") for p in self.receivers] + [(self.sender, "sender")]:
-            peer.run(f"{name}.close(); del {name}, params; import gc; gc.collect()")
-            live = peer.run("result = driver.live()")
-            assert live["allocations"] == live["pinned"] == live["events"] == 0, (name, live)
-            assert peer.run("result = driver.depth()") == 0
-
-    def close(self) -> None:
+        super().assert_nothing_open()
         for peer in (*self.receivers, self.sender):
-            peer.close()
+            live = peer.run("result = driver.live()")
+            assert live["pinned"] == live["events"] == 0, live
+            assert peer.run("result = driver.depth()") == 0
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair() -> Iterator[PlacedPair]:
     with fakes.session(devices=2) as env:
-        found = Pair(env)
+        found = PlacedPair(env)
         yield found
         found.close()
 
@@ -150,9 +123,9 @@ def pair() -> Iterator[Pair]:
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("places", list(PLACES))
-def test_weights_arrive(pair: Pair, places: str, keep: bool) -> None:
+def test_weights_arrive(pair: PlacedPair, places: str, keep: bool) -> None:
     """Every layout, the first time and again, and all of it compared by checksum too."""
-    pair.start(places, {"verify": "all", "keep_mapped": keep}, {"keep_mapped": keep})
+    pair.place(places, {"verify": "all", "keep_mapped": keep}, {"keep_mapped": keep})
     for number in range(3):
         pair.sender.run("params['norm'].array[:] = number", number=number)
         sent, got = pair.sync(verify="all")
@@ -164,21 +137,21 @@ def test_weights_arrive(pair: Pair, places: str, keep: bool) -> None:
     pair.assert_nothing_open()
 
 
-def test_the_gpu_memory_it_takes_is_two_slots_whatever_the_tensors_are(pair: Pair) -> None:
-    sent, got = pair.start().sync()
+def test_the_gpu_memory_it_takes_is_two_slots_whatever_the_tensors_are(pair: PlacedPair) -> None:
+    sent, got = pair.place().sync()
     tables = 64 << 10
     file = int(str(sent["extra_bytes"])) - 2 * SLOT
     assert BYTES <= file < BYTES + 9 * 256 + tables
     assert 2 * SLOT < int(str(got["extra_bytes"])) < 2 * SLOT + tables
 
 
-def test_a_receiver_on_the_cpu_takes_none(pair: Pair) -> None:
-    assert pair.start("gpu-cpu").sync()[1]["extra_bytes"] == 0
+def test_a_receiver_on_the_cpu_takes_none(pair: PlacedPair) -> None:
+    assert pair.place("gpu-cpu").sync()[1]["extra_bytes"] == 0
     assert pair.receiver.run("result = driver.live()['contexts']") == 0
 
 
-def test_what_is_not_kept_is_given_back_at_once(pair: Pair) -> None:
-    pair.start()
+def test_what_is_not_kept_is_given_back_at_once(pair: PlacedPair) -> None:
+    pair.place()
     before = pair.sender.run("result = driver.live()['allocations']")
     pair.sync()
     for peer in (pair.sender, pair.receiver):
@@ -186,8 +159,8 @@ def test_what_is_not_kept_is_given_back_at_once(pair: Pair) -> None:
         assert (live["allocations"], live["pinned"]) == (before, 0)
 
 
-def test_what_is_kept_is_pinned_once(pair: Pair) -> None:
-    pair.start("gpu-gpu", {"keep_mapped": True}, {"keep_mapped": True}).sync()
+def test_what_is_kept_is_pinned_once(pair: PlacedPair) -> None:
+    pair.place("gpu-gpu", {"keep_mapped": True}, {"keep_mapped": True}).sync()
     before = [p.run("result = driver.live()") for p in (pair.sender, pair.receiver)]
     assert [live["pinned"] for live in before] == [1, 1]
     for _ in range(3):
@@ -196,8 +169,8 @@ def test_what_is_kept_is_pinned_once(pair: Pair) -> None:
     pair.assert_equal()
 
 
-def test_memory_that_cannot_be_pinned_is_copied_all_the_same(pair: Pair) -> None:
-    pair.start("gpu-gpu", {"keep_mapped": True}, {"keep_mapped": True})
+def test_memory_that_cannot_be_pinned_is_copied_all_the_same(pair: PlacedPair) -> None:
+    pair.place("gpu-gpu", {"keep_mapped": True}, {"keep_mapped": True})
     for peer in (pair.sender, pair.receiver):
         peer.run("driver.fail('cuMemHostRegister_v2', 1)")
     for _ in range(2):
@@ -210,9 +183,9 @@ def test_memory_that_cannot_be_pinned_is_copied_all_the_same(pair: Pair) -> None
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("places", ["gpu-gpu", "gpu-both"])
-def test_work_that_lags_on_both_sides(pair: Pair, places: str, keep: bool) -> None:
+def test_work_that_lags_on_both_sides(pair: PlacedPair, places: str, keep: bool) -> None:
     """A slot is written to again when it has been read, and offer() and pull() end when all is."""
-    pair.start(places, {"keep_mapped": keep}, {"keep_mapped": keep})
+    pair.place(places, {"keep_mapped": keep}, {"keep_mapped": keep})
     for peer in (pair.sender, pair.receiver):
         peer.run("driver.lag(2_000)")
     for number in range(2):
@@ -224,26 +197,26 @@ def test_work_that_lags_on_both_sides(pair: Pair, places: str, keep: bool) -> No
         assert pair.receiver.run("result = contents(params)") == expected
 
 
-def test_without_kernels(pair: Pair) -> None:
+def test_without_kernels(pair: PlacedPair) -> None:
     for peer in (pair.sender, pair.receiver):
         peer.run(MODEL + "\ndriver.fail('cuModuleLoadDataEx', 1)", fill=1, places=[0])
-    _, got = pair.start().sync()
+    _, got = pair.place().sync()
     pair.assert_equal()
     assert "the copy kernels do not load" in str(got["fallback_reason"])
 
 
 def test_two_receivers() -> None:
     with fakes.session() as env:
-        pair = Pair(env, receivers=2)
-        pair.start().sync()
+        pair = PlacedPair(env, receivers=2)
+        pair.place().sync()
         pair.assert_equal()
         pair.assert_nothing_open()
         pair.close()
 
 
-def test_a_shard_and_a_column_of_a_larger_tensor(pair: Pair) -> None:
+def test_a_shard_and_a_column_of_a_larger_tensor(pair: PlacedPair) -> None:
     """Most chunks hold nothing that this receiver wants, and some a part only."""
-    pair.start()
+    pair.place()
     pair.sender.run(
         "sender = arctic_rl_c.WeightSender({n: params[n] for n in ('embed', 'layer.q')},\n"
         "    verify='all', **options)"
@@ -264,8 +237,8 @@ def test_a_shard_and_a_column_of_a_larger_tensor(pair: Pair) -> None:
     assert pair.receiver.run("result = shard.array.tobytes(), column.array.tobytes()") == expected
 
 
-def test_views_are_in_cpu_memory(pair: Pair) -> None:
-    pair.start()
+def test_views_are_in_cpu_memory(pair: PlacedPair) -> None:
+    pair.place()
     pair.receiver.run(
         "with receiver.views(offer) as tensors:\n"
         "    seen = {name: np.from_dlpack(view).copy() for name, view in tensors}",
@@ -278,8 +251,8 @@ def test_views_are_in_cpu_memory(pair: Pair) -> None:
 # ---- the choice ---------------------------------------------------------------------------------
 
 
-def test_colocated_without_cuda_ipc(pair: Pair) -> None:
-    pair.start(sender={"transport": None, "cuda_ipc": False, "colocated": True})
+def test_colocated_without_cuda_ipc(pair: PlacedPair) -> None:
+    pair.place(sender={"transport": None, "cuda_ipc": False, "colocated": True})
     sent, got = pair.sync()
     pair.assert_equal()
     assert sent["transport"] == got["transport"] == "host_shm"
@@ -287,14 +260,14 @@ def test_colocated_without_cuda_ipc(pair: Pair) -> None:
     assert sent["fallback_reason"] == got["fallback_reason"] == reason
 
 
-def test_tensors_that_come_later_are_refused(pair: Pair) -> None:
-    pair.start()
+def test_tensors_that_come_later_are_refused(pair: PlacedPair) -> None:
+    pair.place()
     with pytest.raises(PeerError, match="w is a specification without data; host_shm"):
         pair.sender.run("arctic_rl_c.WeightSender({'w': ('float32', (4,))}, **options).offer()")
 
 
-def test_tensors_of_two_devices_are_refused(pair: Pair) -> None:
-    pair.start()
+def test_tensors_of_two_devices_are_refused(pair: PlacedPair) -> None:
+    pair.place()
     pair.sender.run("mixed = model(1, [0, 1])")
     with pytest.raises(PeerError, match="use one sender for each device"):
         pair.sender.run("arctic_rl_c.WeightSender(mixed, **options).offer()")
@@ -305,8 +278,8 @@ def test_tensors_of_two_devices_are_refused(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("places", ["gpu-gpu", "cpu-gpu"])
-def test_slots_that_are_too_small_are_refused(pair: Pair, places: str) -> None:
-    pair.start(places, {"ring_bytes": 100_000})
+def test_slots_that_are_too_small_are_refused(pair: PlacedPair, places: str) -> None:
+    pair.place(places, {"ring_bytes": 100_000})
     with pytest.raises(PeerError, match="too small: at least 2 slots of 65536 bytes"):
         pair.offer()
 
@@ -315,11 +288,11 @@ def test_slots_that_are_too_small_are_refused(pair: Pair, places: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_an_offer_that_hangs_ends_with_its_deadline(pair: Pair, keep: bool) -> None:
-    pair.start(sender={"keep_mapped": keep}).sync()
+def test_an_offer_that_hangs_ends_with_its_deadline(pair: PlacedPair, keep: bool) -> None:
+    pair.place(sender={"keep_mapped": keep}).sync()
     pair.sender.run("driver.hold(True)")
-    with pytest.raises(PeerError, match=r"not done on device 0 .* is other work in front") as caught:
-        pair.offer(timeout=0.2)
+    with pytest.raises(PeerError, match=r"not done on device 0 .* is other") as caught:
+        pair.sender.run("sender.offer(timeout=0.2)")
     assert caught.value.names[0] == "PeerTimeoutError"
     pair.sender.run("driver.hold(False)")
     pair.sync()
@@ -327,11 +300,11 @@ def test_an_offer_that_hangs_ends_with_its_deadline(pair: Pair, keep: bool) -> N
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_pull_that_hangs_ends_with_its_deadline(pair: Pair, keep: bool) -> None:
-    pair.start(sender={"keep_mapped": keep}, receiver={"keep_mapped": keep}).sync()
+def test_a_pull_that_hangs_ends_with_its_deadline(pair: PlacedPair, keep: bool) -> None:
+    pair.place(sender={"keep_mapped": keep}, receiver={"keep_mapped": keep}).sync()
     offer = pair.offer()
     pair.receiver.run("driver.hold(True)")
-    with pytest.raises(PeerError, match=r"not done on device 0 .* is other work in front") as caught:
+    with pytest.raises(PeerError, match=r"not done on device 0 .* is other") as caught:
         pair.pull(offer, timeout=0.2)[0].result()
     assert caught.value.names[0] == "PeerTimeoutError"
     with pytest.raises(PeerError, match=r"receiver 0 of 1 .* failed"):
@@ -342,30 +315,13 @@ def test_a_pull_that_hangs_ends_with_its_deadline(pair: Pair, keep: bool) -> Non
     assert not pair.receiver.run("result = receiver.torn")
 
 
-def sync_may_fail(pair: Pair) -> bool:
-    """Whether it went well on both sides; if not, each said so with an error of the package."""
-    try:
-        pulls = pair.pull(pair.offer())
-    except PeerError as error:
-        assert {"ArcticError", "MemoryError"} & set(error.names), error
-        return False
-    well = True
-    for pending in (*pulls, pair.sender.start("sender.serve()")):
-        try:
-            pending.result()
-        except PeerError as error:
-            assert {"ArcticError", "MemoryError"} & set(error.names), error
-            well = False
-    return well
-
-
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_every_driver_call_may_fail(side: str, keep: bool) -> None:
     """The n-th call fails, for every n, until the sync succeeds: nothing leaks, nobody hangs."""
     with fakes.session() as env:
         verify = {"verify": "all", "keep_mapped": keep}
-        pair = Pair(env).start("gpu-both", verify, {"keep_mapped": keep})
+        pair = PlacedPair(env).place("gpu-both", verify, {"keep_mapped": keep})
         failing = getattr(pair, side)
         pair.sync(verify="all")
         renew = {

@@ -652,8 +652,8 @@ arl_status_t
 arl_host_target_checksums(const arl_host_target_t *target, const arl_pull_t *pull,
                           const arl_view_t *views, int64_t count, uint64_t *sums, arl_error_t *err)
 {
-    arl_view_t *on_gpu = malloc(((size_t)count + 1) * sizeof(*on_gpu));
-    uint64_t *found = malloc(((size_t)count + 1) * sizeof(*found));
+    arl_view_t *on_gpu = calloc((size_t)count + 1, sizeof(*on_gpu));
+    uint64_t *found = calloc((size_t)count + 1, sizeof(*found));
     int64_t used = 0;
     arl_status_t status;
 
