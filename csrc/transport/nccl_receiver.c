@@ -117,8 +117,8 @@ check_device(const arl_offer_t *offer, const arl_cuda_device_t *device, arl_erro
     arl_cuda_uuid_text(device->uuid, text);
     return arl_error_set(err, ARL_ERR_UNAVAILABLE, PULL,
                          "the sender and this receiver are both on %s, and NCCL places no two "
-                         "ranks on one GPU; make the sender with cuda_ipc=True, or offer CPU "
-                         "copies over host_shm",
+                         "ranks on one GPU; make the sender with cuda_ipc=True, or with "
+                         "colocated=True for host_shm",
                          text);
 }
 
