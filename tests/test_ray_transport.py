@@ -159,7 +159,7 @@ def test_gpus_are_placed(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert group.bundles == [{"GPU": 1}] * 2 and apart["sampler"]["num_gpus"] == 1
     indices = [apart[role]["scheduling_strategy"].placement_group_bundle_index for role in apart]
     assert indices == [0, 1]
-    with pytest.raises(ConfigError, match="has 1 GPU and remote_backend.colocate=False needs 2"):
+    with pytest.raises(ConfigError, match=r"has 1 GPU and remote_backend.colocate=False needs 2"):
         resources(ray, False, 1)
 
 

@@ -19,7 +19,7 @@ PLUGIN = "arctic_rl_c.integrations.verl"
 def forget() -> None:
     """Drop verl and the plug-in from the modules, to meet another form of it."""
     for name in list(sys.modules):
-        if name == "verl" or name.startswith("verl.") or name.startswith(PLUGIN):
+        if name == "verl" or name.startswith(("verl.", PLUGIN)):
             del sys.modules[name]
     package = sys.modules.get("arctic_rl_c.integrations")
     if package is not None:

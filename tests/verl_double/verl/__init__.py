@@ -12,7 +12,7 @@ from pathlib import Path
 FORM = os.environ.get("VERL_DOUBLE_FORM", "plugin")
 __version__ = f"0.0-{FORM}"
 if FORM == "v1":
-    __path__.append(str(Path(__file__).parent.parent / "v1"))  # noqa: F821 - the import system's
+    __path__.append(str(Path(__file__).parent.parent / "v1"))
 
 for _name in filter(None, os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")):
     importlib.import_module(_name)
