@@ -196,6 +196,7 @@ class WeightReceiver:
         *,
         timeout: float | None = None,
         verify: _Verify = None,
+        stream: Any = None,
     ) -> WeightViews: ...
     @property
     def closed(self) -> bool: ...

@@ -331,13 +331,3 @@ def test_a_ring_that_is_too_small_is_refused(driver: fakes.Driver, size: int) ->
     sender = arctic_rl_c.WeightSender({"w": small(1)}, transport="ring", ring_bytes=size)
     with pytest.raises(ValueError, match="too small: at least 2 slots of 65536 bytes"):
         sender.offer()
-
-
-def test_views_are_not_to_be_had(driver: fakes.Driver) -> None:
-    with (
-        arctic_rl_c.WeightSender({"w": small(1)}, transport="ring") as sender,
-        arctic_rl_c.WeightReceiver({"w": small(2)}) as receiver,
-        pytest.raises(arctic_rl_c.TransportUnavailableError, match="leave low_memory out"),
-        receiver.views(sender.offer()),
-    ):
-        pass

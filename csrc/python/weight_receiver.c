@@ -348,20 +348,22 @@ weight_receiver_pull(PyObject *op, PyObject *args, PyObject *kwargs)
 static PyObject *
 weight_receiver_views(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"offer", "timeout", "verify", NULL};
+    static char *names[] = {"offer", "timeout", "verify", "stream", NULL};
     arl_weight_receiver_t *self = (arl_weight_receiver_t *)op;
-    PyObject *offer, *timeout = NULL, *verify = NULL;
+    PyObject *offer, *timeout = NULL, *verify = NULL, *stream = Py_None;
+    void *reads = NULL;
     arl_state_t *state = arl_state_from_type(Py_TYPE(op));
     arl_verify_t mode;
     double seconds;
 
     if (state == NULL ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OO:views", names, &offer, &timeout,
-                                     &verify) ||
-        arl_seconds(timeout, self->timeout, &seconds) < 0 || arl_verify_from(verify, &mode) < 0) {
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOO:views", names, &offer, &timeout, &verify,
+                                     &stream) ||
+        arl_seconds(timeout, self->timeout, &seconds) < 0 || arl_verify_from(verify, &mode) < 0 ||
+        arl_stream_from(state, stream, &self->params, &reads) < 0) {
         return NULL;
     }
-    return arl_weight_views_new(state, self, offer, mode, seconds);
+    return arl_weight_views_new(state, self, offer, mode, reads, seconds);
 }
 
 static PyObject *
@@ -517,14 +519,18 @@ PyDoc_STRVAR(
 
 PyDoc_STRVAR(
     views_doc,
-    "views($self, /, offer, *, timeout=None, verify=None)\n--\n\n"
+    "views($self, /, offer, *, timeout=None, verify=None, stream=None)\n--\n\n"
     "Read the sender's memory instead of having it copied: for engines that load by themselves.\n\n"
     "Returns a context manager. Entering it validates the offer as pull() does and makes the\n"
     "weights torn; it is then an iterator over (name, WeightView), once over every tensor that is\n"
     "synced. Leaving it after all of them, without an exception, is a full pull.\n\n"
     "    with receiver.views(offer) as tensors:\n"
     "        model.load_weights((name, torch.from_dlpack(view)) for name, view in tensors)\n\n"
-    "What is read is valid inside of the block only. verify compares the checksum of each tensor\n"
+    "What is read is valid inside of the block only. Through a ring (low_memory) the tensors come\n"
+    "one after another, and each is valid until the next is asked for; tied ones follow their\n"
+    "first. stream: torch.cuda.Stream or CUstream that they are read on, so that the next is\n"
+    "written after that; None as in pull(). timeout is for the whole block. verify compares the "
+    "checksum of each tensor\n"
     "(or of a sample) before it is handed out. Raises as pull() does, when the block is entered;\n"
     "WeightSyncError when it is left before all tensors were taken.");
 

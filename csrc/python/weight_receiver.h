@@ -40,6 +40,6 @@ void arl_weight_receiver_log(arl_state_t *state, arl_weight_receiver_t *self, co
 
 /* What receiver.views() returns. */
 PyObject *arl_weight_views_new(arl_state_t *state, arl_weight_receiver_t *receiver, PyObject *offer,
-                               arl_verify_t verify, double seconds);
+                               arl_verify_t verify, void *stream, double seconds);
 
 #endif

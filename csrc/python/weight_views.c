@@ -74,24 +74,30 @@ typedef struct weight_views {
     arl_weight_receiver_t *receiver;
     PyObject *offer; /* until it is entered */
     arl_verify_t verify;
+    void *stream; /* CUstream that the tensors are read on */
     double seconds;
     enum { VIEWS_NEW, VIEWS_OPEN, VIEWS_ENDED } phase;
     arl_session_t session; /* while open */
     arl_call_t call;       /* the session's deadline is in it */
     mapping_t *mapping;    /* while open */
-    uint32_t next;         /* tensor of the offer */
+    bool busy;             /* a call runs without the GIL */
+    uint32_t *order;       /* tensors of the offer, as they are handed out; while open */
+    uint32_t count;        /* of them */
+    uint32_t next;         /* of `order` */
+    uint32_t source;       /* tensor whose bytes were handed out last */
 } weight_views_t;
 
 typedef struct weight_view {
     PyObject_HEAD
     weight_views_t *views;
     PyObject *name;
+    uint32_t source;
     arl_view_t view;
 } weight_view_t;
 
 PyObject *
 arl_weight_views_new(arl_state_t *state, arl_weight_receiver_t *receiver, PyObject *offer,
-                     arl_verify_t verify, double seconds)
+                     arl_verify_t verify, void *stream, double seconds)
 {
     PyTypeObject *type = state->weight_views_type;
     weight_views_t *self = (weight_views_t *)type->tp_alloc(type, 0);
@@ -100,6 +106,7 @@ arl_weight_views_new(arl_state_t *state, arl_weight_receiver_t *receiver, PyObje
         self->receiver = (arl_weight_receiver_t *)Py_NewRef((PyObject *)receiver);
         self->offer = Py_NewRef(offer);
         self->verify = verify;
+        self->stream = stream;
         self->seconds = seconds;
     }
     return (PyObject *)self;
@@ -110,6 +117,8 @@ static void
 views_end(weight_views_t *self, const arl_error_t *reason)
 {
     self->phase = VIEWS_ENDED;
+    PyMem_Free(self->order);
+    self->order = NULL;
     mapping_drop(self->mapping); /* before the sender hears that this receiver is done */
     self->mapping = NULL;
     arl_receiver_end(&self->receiver->receiver, &self->session, reason);
@@ -121,6 +130,7 @@ views_begin(arl_state_t *state, weight_views_t *self, const Py_buffer *offer)
 {
     arl_status_t status;
 
+    self->receiver->receiver.stream = self->stream;
     arl_call_begin(&self->call, self->seconds);
     status =
         arl_receiver_begin(&self->receiver->receiver, offer->buf, (size_t)offer->len, self->verify,
@@ -130,6 +140,46 @@ views_begin(arl_state_t *state, weight_views_t *self, const Py_buffer *offer)
         (void)arl_raise(state, &self->call.err);
         return -1;
     }
+    return 0;
+}
+
+/*
+ * Tensors that are synced, in the order of the offer; streamed ones in the order of the stream,
+ * with those that share a tensor's bytes right after it.
+ */
+static int
+views_order(weight_views_t *self)
+{
+    const arl_offer_t *offer = &self->session.offer;
+    const bool streams = self->session.transport->view != NULL;
+    uint32_t *place = PyMem_Calloc((size_t)offer->tensor_count + 1, sizeof(*place));
+    uint32_t *order = PyMem_Calloc((size_t)offer->tensor_count + 1, sizeof(*order));
+
+    if (place == NULL || order == NULL) {
+        PyMem_Free(place);
+        PyMem_Free(order);
+        return -1;
+    }
+    for (uint32_t i = 0; i < offer->tensor_count; i++) {
+        place[(streams ? offer->tensors[i].alias_of : i) + 1]++;
+    }
+    for (uint32_t i = 0; i < offer->tensor_count; i++) {
+        place[i + 1] += place[i];
+    }
+    for (uint32_t i = 0; i < offer->tensor_count; i++) {
+        order[place[streams ? offer->tensors[i].alias_of : i]++] = i;
+    }
+    PyMem_Free(place);
+    for (uint32_t i = 0; i < offer->tensor_count; i++) {
+        const arl_offer_tensor_t *tensor = &offer->tensors[order[i]];
+
+        if (!arl_binding_set_excludes(&self->receiver->receiver.set, tensor->name,
+                                      tensor->name_length)) {
+            order[self->count++] = order[i];
+        }
+    }
+    self->order = order;
+    self->source = UINT32_MAX;
     return 0;
 }
 
@@ -175,6 +225,13 @@ weight_views_enter(PyObject *op, PyObject *unused)
     }
     PyBuffer_Release(&offer);
     Py_CLEAR(self->offer);
+    if (views_order(self) < 0) {
+        arl_error_t reason = ARL_ERROR_INIT;
+
+        (void)arl_error_set(&reason, ARL_ERR_NOMEM, "views", "out of memory");
+        views_end(self, &reason);
+        return PyErr_NoMemory();
+    }
     return Py_NewRef(op);
 drop_mapping:
     mapping_drop(mapping);
@@ -185,18 +242,30 @@ leave:
     return NULL;
 }
 
-/* The next tensor that is synced, from `index` on; tensor_count when there is none. */
-static uint32_t
-next_synced(const weight_views_t *self, uint32_t index)
+/* Brings the bytes of tensor `index` here; the offer's tensor_count passes over the rest. */
+static int
+views_bring(arl_state_t *state, weight_views_t *self, uint32_t index, const char **address_p)
 {
-    const arl_offer_t *offer = &self->session.offer;
+    const arl_transport_t *transport = self->session.transport;
+    arl_status_t status;
 
-    while (index < offer->tensor_count &&
-           arl_binding_set_excludes(&self->receiver->receiver.set, offer->tensors[index].name,
-                                    offer->tensors[index].name_length)) {
-        index++;
+    if (transport->view == NULL) {
+        *address_p = self->mapping->import->bases[self->session.offer.tensors[index].alloc];
+        return 0;
     }
-    return index;
+    self->source = UINT32_MAX; /* what was handed out before is not valid any more */
+    self->busy = true;
+    arl_call_resume(&self->call);
+    status = transport->view(&self->session.pull, self->mapping->import, index, address_p,
+                             &self->call.err);
+    arl_call_end(&self->call);
+    self->busy = false;
+    if (status != ARL_OK) {
+        (void)arl_raise(state, &self->call.err);
+        return -1;
+    }
+    self->source = index;
+    return 0;
 }
 
 static int
@@ -231,13 +300,22 @@ verify_view(arl_state_t *state, weight_views_t *self, uint32_t index, const arl_
 }
 
 static PyObject *
+refuse_busy(void)
+{
+    PyErr_SetString(PyExc_RuntimeError,
+                    "views() waits for a tensor in another thread; use it from one at a time");
+    return NULL;
+}
+
+static PyObject *
 weight_views_next(PyObject *op)
 {
     weight_views_t *self = (weight_views_t *)op;
     arl_state_t *state = arl_state_from_type(Py_TYPE(op));
     const arl_offer_tensor_t *tensor;
+    const char *address = NULL;
     weight_view_t *view;
-    uint32_t index;
+    uint32_t index, source;
 
     if (state == NULL) {
         return NULL;
@@ -247,19 +325,25 @@ weight_views_next(PyObject *op)
                                 self->phase == VIEWS_NEW ? "views() is for a with statement"
                                                          : "the block of views() has ended");
     }
-    index = next_synced(self, self->next);
-    self->next = index;
-    if (index == self->session.offer.tensor_count) {
+    if (self->busy) {
+        return refuse_busy();
+    }
+    if (self->next == self->count) {
         return NULL; /* the end of the iteration */
     }
+    index = self->order[self->next];
     tensor = &self->session.offer.tensors[index];
+    source = self->session.transport->view == NULL ? index : tensor->alias_of;
+    if (views_bring(state, self, source, &address) < 0) {
+        return NULL;
+    }
     view = (weight_view_t *)state->weight_view_type->tp_alloc(state->weight_view_type, 0);
     if (view == NULL) {
         return NULL;
     }
     view->views = (weight_views_t *)Py_NewRef(op);
-    view->view = arl_offer_tensor_view(&self->session.offer, index,
-                                       self->mapping->import->bases[tensor->alloc]);
+    view->source = source;
+    view->view = arl_offer_tensor_view(&self->session.offer, index, address);
     view->view.device_type = self->mapping->import->device_type;
     view->view.device_index = self->mapping->import->device_index;
     view->name = PyUnicode_DecodeUTF8(tensor->name, (Py_ssize_t)tensor->name_length, NULL);
@@ -267,7 +351,7 @@ weight_views_next(PyObject *op)
         Py_DECREF(view);
         return NULL;
     }
-    self->next = index + 1;
+    self->next++;
     self->session.stats.tensors++;
     self->session.stats.bytes += arl_view_nbytes(&view->view);
     return Py_BuildValue("(ON)", view->name, view);
@@ -280,12 +364,16 @@ weight_views_exit(PyObject *op, PyObject *args)
     arl_state_t *state = arl_state_from_type(Py_TYPE(op));
     arl_error_t reason = ARL_ERROR_INIT;
     PyObject *type = Py_None, *value = Py_None, *traceback = Py_None;
+    const char *address;
 
     if (state == NULL || !PyArg_ParseTuple(args, "|OOO:__exit__", &type, &value, &traceback)) {
         return NULL;
     }
     if (self->phase != VIEWS_OPEN) {
         return Py_NewRef(Py_False);
+    }
+    if (self->busy) {
+        return refuse_busy();
     }
     if (type != Py_None) {
         (void)arl_error_set(&reason, ARL_ERR_SYNC, "views",
@@ -294,13 +382,18 @@ weight_views_exit(PyObject *op, PyObject *args)
         views_end(self, &reason);
         return Py_NewRef(Py_False);
     }
-    if (next_synced(self, self->next) < self->session.offer.tensor_count) {
+    if (self->next < self->count) {
         (void)arl_error_set(&reason, ARL_ERR_SYNC, "views",
                             "the block ended after %u of %u tensors: the rest was not loaded, so "
                             "the weights are torn",
-                            self->next, self->session.offer.tensor_count);
+                            self->next, self->count);
         views_end(self, &reason);
         return arl_raise(state, &reason);
+    }
+    if (self->session.transport->view != NULL &&
+        views_bring(state, self, self->session.offer.tensor_count, &address) < 0) {
+        views_end(self, &self->call.err);
+        return NULL;
     }
     views_end(self, NULL);
     return Py_NewRef(Py_False);
@@ -350,6 +443,7 @@ weight_views_dealloc(PyObject *op)
         (void)arl_error_set(&reason, ARL_ERR_SYNC, "views", "the block was left without its end");
         views_end(self, &reason);
     }
+    PyMem_Free(self->order);
     Py_CLEAR(self->offer);
     Py_CLEAR(self->receiver);
     type->tp_free(op);
@@ -486,6 +580,12 @@ weight_view_dlpack(PyObject *op, PyObject *args, PyObject *kwargs)
     if (self->views->phase != VIEWS_OPEN) {
         return arl_raise_format(state, ARL_ERR_CLOSED, "views",
                                 "the block of views() has ended, and its tensors with it");
+    }
+    if (self->views->session.transport->view != NULL && self->views->source != self->source) {
+        return arl_raise_format(state, ARL_ERR_CLOSED, "views",
+                                "%s has made room for the tensor after it: through a ring each is "
+                                "valid until the next is asked for",
+                                PyUnicode_AsUTF8(self->name));
     }
     if (read_pair(max_version, "max_version", &major, &minor) < 0 ||
         read_pair(device, "dl_device", &type, &index) < 0) {

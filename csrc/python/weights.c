@@ -455,8 +455,14 @@ arl_guarded_get_closed(PyObject *op, void *closure)
 void
 arl_call_begin(arl_call_t *call, double seconds)
 {
-    call->err = (arl_error_t)ARL_ERROR_INIT;
     arl_deadline_start(&call->deadline, seconds);
+    arl_call_resume(call);
+}
+
+void
+arl_call_resume(arl_call_t *call)
+{
+    call->err = (arl_error_t)ARL_ERROR_INIT;
     call->deadline.interrupted = arl_deadline_check_signals;
     call->deadline.context = &call->thread;
     call->thread = PyEval_SaveThread();

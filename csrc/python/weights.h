@@ -87,7 +87,8 @@ typedef struct arl_call {
 } arl_call_t;
 
 void arl_call_begin(arl_call_t *call, double seconds); /* with the GIL, which is then released */
-void arl_call_end(arl_call_t *call);                   /* takes it again */
+void arl_call_resume(arl_call_t *call); /* the same, under the deadline that was begun */
+void arl_call_end(arl_call_t *call);    /* takes it again */
 
 /* Seconds from a number; NULL or None gives `fallback`. Negative and not finite are refused: no
  * wait is without an end. */

@@ -156,6 +156,16 @@ typedef struct arl_transport {
      * of this process. */
     arl_status_t (*copy)(const arl_pull_t *pull, arl_import_t *import, arl_error_t *err);
 
+    /*
+     * Streaming transports whose tensors can be lent one at a time: brings tensor `index`, which
+     * is no alias and comes after the one before, and says where its dense bytes are until the
+     * next call. What is in between is passed over; the offer's tensor_count passes over the
+     * rest. Written after what pull->stream holds, and there when it returns. NULL: the import's
+     * bases are all there is to it.
+     */
+    arl_status_t (*view)(const arl_pull_t *pull, arl_import_t *import, uint32_t index,
+                         const char **address_p, arl_error_t *err);
+
     /* The checksums of tensors, of the sender (base from the import) or of the receiver. */
     arl_status_t (*checksums)(const arl_pull_t *pull, arl_import_t *import, const arl_view_t *views,
                               int64_t count, uint64_t *sums, arl_error_t *err);

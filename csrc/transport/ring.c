@@ -22,6 +22,7 @@ const arl_transport_t arl_transport_ring = {
     .discard = arl_ring_discard,
     .open = arl_ring_open,
     .copy = arl_ring_copy,
+    .view = arl_ring_view,
     .checksums = arl_ring_checksums,
     .close = arl_ring_close,
 };

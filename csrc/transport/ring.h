@@ -34,6 +34,8 @@ void arl_ring_discard(void **kept, bool forked);
 
 arl_status_t arl_ring_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err);
 arl_status_t arl_ring_copy(const arl_pull_t *pull, arl_import_t *import, arl_error_t *err);
+arl_status_t arl_ring_view(const arl_pull_t *pull, arl_import_t *import, uint32_t index,
+                           const char **address_p, arl_error_t *err);
 arl_status_t arl_ring_checksums(const arl_pull_t *pull, arl_import_t *import,
                                 const arl_view_t *views, int64_t count, uint64_t *sums,
                                 arl_error_t *err);
