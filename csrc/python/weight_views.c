@@ -280,10 +280,12 @@ verify_view(arl_state_t *state, weight_views_t *self, uint32_t index, const arl_
         (self->verify == ARL_VERIFY_SAMPLE && !arl_offer_sampled(&self->session.offer, index))) {
         return 0;
     }
+    self->busy = true;
     Py_BEGIN_ALLOW_THREADS
     status = self->session.transport->checksums(&self->session.pull, self->mapping->import, view, 1,
                                                 &sum, &err);
     Py_END_ALLOW_THREADS
+    self->busy = false;
     if (status == ARL_OK && sum != tensor->checksum) {
         status = arl_error_set(&err, ARL_ERR_SYNC, "verify",
                                "%.*s: the checksum of the mapped bytes is %016llx, the sender's is "
