@@ -98,6 +98,22 @@ block_add(fake_kind_t kind, int ordinal, fake_header_t *header, size_t size)
     return block;
 }
 
+/* The addresses stay taken for a while, without memory behind them: whoever still uses them stops
+ * right there, and nothing else can come to lie where device memory was. */
+static void
+address_retire(uintptr_t base, size_t size)
+{
+    const size_t slot = freed_count++ % FREED_MAX;
+
+    if (freed[slot].base != 0) {
+        (void)munmap((void *)freed[slot].base, freed[slot].size);
+    }
+    (void)mmap((void *)base, size, PROT_NONE,
+               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    freed[slot].base = base;
+    freed[slot].size = size;
+}
+
 static void
 block_remove(fake_block_t *block)
 {
@@ -108,9 +124,7 @@ block_remove(fake_block_t *block)
     }
     *link = block->next;
     if (block->kind != FAKE_REGISTERED) { /* that is the caller's to unmap */
-        freed[freed_count++ % FREED_MAX].base = block->base;
-        freed[(freed_count - 1) % FREED_MAX].size = block->size;
-        (void)munmap(block->header, FAKE_PAGE + block->size);
+        address_retire((uintptr_t)block->header, FAKE_PAGE + block->size);
     }
     free(block);
 }
