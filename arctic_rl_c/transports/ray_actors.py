@@ -15,6 +15,7 @@ from typing import Any
 
 from arctic_rl_c import PeerLostError
 from arctic_rl_c.local.remote_errors import describe_error, rebuild_error
+from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.ray_data import pack, unpack
 
 #: Ops of the server that others may call.
@@ -194,14 +195,7 @@ def lost(role: str, op: str, error: BaseException) -> Exception:
     if not isinstance(error, ray.exceptions.RayActorError):
         return error if isinstance(error, Exception) else RuntimeError(repr(error))
     found = PeerLostError(f"the {role} (a Ray actor) died during {op!r}: {str(error).strip()}")
-    for name, value in (
-        ("code", "ARL_ERR_PEER_LOST"),
-        ("operation", op),
-        ("rank", None),
-        ("domain", "none"),
-        ("foreign", 0),
-        ("role", role),
-    ):
-        setattr(found, name, value)
+    complete(found, "ARL_ERR_PEER_LOST", op)
+    found.role = role  # type: ignore[attr-defined]
     found.__cause__ = error
     return found

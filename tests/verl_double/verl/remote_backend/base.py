@@ -2,6 +2,7 @@
 """The backend's base and its registry, by the contract."""
 
 import abc
+from typing import ClassVar
 
 from verl import FORM
 
@@ -28,8 +29,8 @@ class RemoteBackend(abc.ABC):
 
 
 class RemoteBackendRegistry:
-    backends: dict = {}
-    loaders: dict = {}
+    backends: ClassVar[dict] = {}
+    loaders: ClassVar[dict] = {}
 
     @classmethod
     def register(cls, name):

@@ -15,4 +15,4 @@ def assign_non_tensor(data, **values):
 
 
 def get(data, key, default=None):
-    return data[key] if key in data.keys() else default
+    return data.get(key, default)

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass
@@ -33,7 +33,7 @@ class RolloutReplica:
 
 
 class RolloutReplicaRegistry:
-    loaders: dict = {}
+    loaders: ClassVar[dict] = {}
 
     @classmethod
     def register(cls, name, loader):
