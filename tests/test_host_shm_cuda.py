@@ -10,6 +10,7 @@ import pytest
 
 import arctic_rl_c
 import fakes
+import offers
 from fakes.pairs import Pair, sync_may_fail
 from fakes.peers import PeerError
 
@@ -380,3 +381,36 @@ def test_the_same_process(driver: fakes.Driver, keep: bool) -> None:
             assert np.array_equal(source.array, target.array)
     assert driver.live()["allocations"] == before
     assert driver.live()["pinned"] == 0
+
+
+@pytest.mark.parametrize(
+    ("at", "code", "value", "text"),
+    [
+        ("slots", "I", 0, "it describes no slots"),
+        ("slots", "I", 9, "it describes no slots"),
+        ("slot_bytes", "Q", 1 << 62, "it describes no slots"),
+        ("first", "Q", 256, r"tensor 0 \(a\) is not where host_shm puts it"),
+        ("second", "Q", 0, r"tensor 1 \(b\) is not where host_shm puts it"),
+    ],
+)
+def test_offers_that_host_shm_does_not_make(
+    driver: fakes.Driver, at: str, code: str, value: int, text: str
+) -> None:
+    values = np.arange(300, dtype=np.uint16)
+    params = {name: fakes.device_array(values) for name in "ab"}
+    before = driver.live()["allocations"]
+    with (
+        arctic_rl_c.WeightSender(params, transport="host_shm") as sender,
+        arctic_rl_c.WeightReceiver(params) as receiver,
+    ):
+        offer = sender.offer()
+        places = {
+            "slots": len(offer) - 16,
+            "slot_bytes": len(offer) - 8,
+            "first": offers.tensor_at(offer, 0) + 24,
+            "second": offers.tensor_at(offer, 1) + 24,
+        }
+        with pytest.raises(arctic_rl_c.WeightSyncError, match=text):
+            receiver.pull(offers.put(offer, places[at], code, value))
+        assert not receiver.torn
+    assert driver.live()["allocations"] == before

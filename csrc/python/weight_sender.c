@@ -445,7 +445,8 @@ PyDoc_STRVAR(
     "both from offer().\n\n"
     "receivers: how many pull each offer. timeout: seconds for each call that waits, unless the\n"
     "call is given its own. verify: \"all\" or \"sample\" puts checksums into the offers, for\n"
-    "pull(verify=). ring_bytes: size of the ring of low_memory; 0 is the default size.\n"
+    "pull(verify=). ring_bytes: size of the ring of low_memory, or of what nccl and host_shm pass\n"
+    "GPU memory through; 0 is the default size.\n"
     "keep_mapped=True keeps what the next offer can use again (over host_shm the shared memory,\n"
     "which is most of the time of an offer), until close().\n\n"
     "Use: offer(), send the bytes to the receivers, serve(), release(). One thread at a time.");

@@ -194,7 +194,8 @@ typedef struct arl_choice {
 /*
  * Chooses the transport. Contradictory wishes are ARL_ERR_VALUE; a wish that cannot be had is
  * ARL_ERR_UNAVAILABLE. `fallback` (ARL_OFFER_REASON_MAX bytes) becomes the reason when another
- * transport is used than the wishes name, and is empty otherwise.
+ * transport is used than the wishes name, or when the wishes leave only host_shm to GPU memory;
+ * it is empty otherwise.
  */
 arl_status_t arl_transport_choose(const arl_choice_t *choice, const arl_export_request_t *request,
                                   const arl_transport_t **transport_p, char *fallback,
