@@ -40,6 +40,7 @@ def embedded() -> Iterator[tuple[LocalTransport, str]]:
         )
     )
     try:
+        asyncio.run(backend.start())  # what it opens later would look like a test's leftovers
         with http_servers.serving(backend) as server:
             yield backend, server.url
     finally:

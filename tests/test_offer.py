@@ -220,15 +220,14 @@ def test_a_header_that_lies_is_refused(field: str, value: object, parts: list[st
         receiver.pull(offer)
 
 
-def test_offers_of_absent_transports_are_unavailable() -> None:
+def test_offers_of_transports_that_do_not_fit_are_refused() -> None:
+    """Without CUDA, or with it (the fake one that other tests bring in) but for CPU tensors."""
     with pair() as (sender, receiver, _):
         for number in (2, 3, 4):
-            refused(
-                receiver,
-                offers.change(sender.offer(), "transport", number),
-                "the CUDA driver is not usable here",
-                error=TransportUnavailableError,
-            )
+            with pytest.raises((TransportUnavailableError, ValueError), match="CUDA"):
+                receiver.pull(offers.change(sender.offer(), "transport", number))
+            assert not receiver.torn
+            assert receiver.version is None
 
 
 def test_a_forged_block_of_another_offer_is_refused() -> None:
@@ -339,17 +338,23 @@ def test_a_file_that_others_may_read_is_refused() -> None:
         assert_untouched(target)
 
 
+def named(offer: bytes, end: bytes) -> bytes:
+    """The offer with the last bytes of its names changed; a transport's own bytes follow them."""
+    stop = len(offer) - offers.get(offer, "blob_size")
+    return offers.signed(offer[: stop - len(end)] + end + offer[stop:])
+
+
 def test_names_are_utf8_and_come_once() -> None:
     with WeightSender({"aa": np.ones(2), "ab": np.ones(3)}) as sender:
         offer = sender.offer()
         with WeightReceiver({"aa": np.ones(2), "ab": np.ones(3)}) as receiver:
-            refused(receiver, offers.signed(offer[:-1] + b"a"), "the name aa comes twice")
+            refused(receiver, named(offer, b"a"), "the name aa comes twice")
             for bad in (b"\xff", b"\x80", b"\x00", b"\xc3"):
-                refused(receiver, offers.signed(offer[:-1] + bad), "no valid name")
+                refused(receiver, named(offer, bad), "no valid name")
     with WeightSender({"\u00e9": np.ones(2)}) as sender:
         for bad in (b"\xc0\x80", b"\xc3\x28", b"\xe9\xe9"):
             with WeightReceiver({"\u00e9": np.ones(2)}) as receiver:
-                refused(receiver, offers.signed(sender.offer()[:-2] + bad), "no valid name")
+                refused(receiver, named(sender.offer(), bad), "no valid name")
     for name in ("é" * 511, "\U0001f600", "日本語", "\ud7ff", "\ue000", "\U0010ffff"):
         target = np.zeros(2)
         with (
