@@ -8,6 +8,15 @@ from typing import Any
 from arctic_rl_c import WeightReceiver, WeightSender
 
 
+def _on_gpu(model: Any) -> bool:
+    """Whether what a sync maps is worth keeping for the next one.
+
+    On a GPU that is most of a sync's time. A kept file of shared memory would outlive a process
+    that is killed, until the next sender on the machine sweeps it away.
+    """
+    return bool(next(model.parameters()).is_cuda)
+
+
 class WeightSource:
     """The trainer's end: one offer at a time over all named parameters.
 
@@ -45,7 +54,7 @@ class WeightSource:
                 low_memory=low_memory,
                 transport=transport,
                 colocated=colocated,
-                keep_mapped=True,
+                keep_mapped=_on_gpu(self._model),
             )
             self._built_with = wanted
         data = self._sender.offer(version=self._version + 1, timeout=timeout)
@@ -80,7 +89,7 @@ class WeightSink:
     def __init__(self, model: Any) -> None:
         self._lines: list[str] = []
         self._receiver = WeightReceiver(
-            model.named_parameters(), keep_mapped=True, log=self._lines.append
+            model.named_parameters(), keep_mapped=_on_gpu(model), log=self._lines.append
         )
 
     @property
