@@ -53,7 +53,21 @@ def table() -> str:
         call, size = title.replace(" x ", " × ").split(" ", 1)
         times = f"{rows:.0f} × our time | ours takes {copy:.2f} × that"
         lines.append(f"| `{call}`, {size} | {times} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", payload_line()]) + "\n"
+
+
+def payload_line() -> str:
+    result = newest("payload")
+    machine = result["machine"]
+    facts = {s["title"]: s["facts"] for s in result["sections"]}
+    large = next(f for t, f in facts.items() if t.startswith("log-prob payload, 128 x"))
+    small = next(f for t, f in facts.items() if t.startswith("log-prob payload, 32 x"))
+    return (
+        f"A log-prob payload of 128 × (512 + 1024) is built {float(large['python / ours']):.0f} × "
+        "faster than in Python, and costs "
+        f"{small['a payload apart from its tensors (p10)'].replace('us', 'µs')} apart from its "
+        f"tensors ({machine['cores']} cores, {machine['cpu']}, {machine['date']})."
+    )
 
 
 def main(arguments: list[str]) -> int:
