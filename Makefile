@@ -70,6 +70,10 @@ test: $(VENV)/.installed ## the default test suite, against the installed packag
 gpu: $(VENV)/.installed ## the tests that need a GPU; without one they are waived by name
 	@$(PYTEST) -m gpu $(ARGS); code=$$?; [ $$code -eq 5 ] || exit $$code
 
+.PHONY: ray
+ray: $(VENV)/.installed ## the tests that start a real Ray cluster; they need ray in the environment
+	@$(PYTEST) -m ray $(ARGS)
+
 .PHONY: bench-gpu
 bench-gpu: ## build, test, sanitize and measure on this machine's GPUs, with PYTHON as it is
 	@PYTHON=$(PYTHON) benchmarks/gpu.sh $(ARGS)

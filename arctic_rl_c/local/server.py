@@ -185,7 +185,10 @@ class EmbeddedServer:
             ended.set_result(None)
 
         future.add_done_callback(end)
-        result: dict[str, Any] = await asyncio.wrap_future(future)
+        # Shielded: a cancelled waiter would otherwise cancel a sync that has not begun.
+        waiting = asyncio.wrap_future(future)
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        result: dict[str, Any] = await asyncio.shield(waiting)
         return result
 
     async def weights_digests(self) -> dict[str, str]:
