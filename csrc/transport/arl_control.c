@@ -177,13 +177,15 @@ report_receiver(arl_control_t *control, int slot, bool dead, arl_error_t *err)
 arl_status_t
 arl_control_check_receivers(arl_control_t *control, arl_error_t *err)
 {
-    int slot = find_failed(control);
+    /* The dead first: where several receivers depend on one another, the failures that the
+     * others report are what follows from it. */
+    int slot = find_dead(control);
 
     if (slot >= 0) {
-        return report_receiver(control, slot, false, err);
+        return report_receiver(control, slot, true, err);
     }
-    slot = find_dead(control);
-    return slot >= 0 ? report_receiver(control, slot, true, err) : ARL_OK;
+    slot = find_failed(control);
+    return slot >= 0 ? report_receiver(control, slot, false, err) : ARL_OK;
 }
 
 static bool
