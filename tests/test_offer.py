@@ -328,6 +328,15 @@ def test_a_file_of_another_size_is_refused() -> None:
         assert_untouched(target)
 
 
+def test_no_memory_of_the_sender_travels_behind_a_name() -> None:
+    with pair() as (sender, _, _):
+        for _ in range(5):
+            handle = struct.unpack_from("<64s", sender.offer(), offers.HEADER + 48)[0]
+            name, _, rest = handle.partition(b"\0")
+            assert name.startswith(b"/arl-")
+            assert rest == bytes(len(rest))
+
+
 def test_a_file_that_others_may_read_is_refused() -> None:
     with pair() as (sender, receiver, target):
         offer = sender.offer()

@@ -15,6 +15,12 @@ import pytest
 KERNELS = Path(__file__).parents[1] / "csrc/transport/kernels"
 
 
+@pytest.fixture(autouse=True)
+def tools_without_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvcc and ptxas do not run with the sanitizer's library in front of theirs."""
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+
+
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
     spec = importlib.util.spec_from_file_location("make_ptx", KERNELS / "make_ptx.py")

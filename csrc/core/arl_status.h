@@ -50,7 +50,7 @@ typedef enum arl_domain {
     ARL_DOMAIN_NCCL,
 } arl_domain_t;
 
-enum { ARL_ERROR_TEXT_MAX = 2048, ARL_ERROR_OPERATION_MAX = 64 };
+enum { ARL_ERROR_TEXT_MAX = 4096, ARL_ERROR_OPERATION_MAX = 64 };
 
 /*
  * The description of a failure, filled once, by the function that detected it. A second

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ROOTS_MAX = 16, REPORT_MAX = 1400, LOADED_MAX = 4 };
+enum { ROOTS_MAX = 16, REPORT_MAX = 3200, LOADED_MAX = 4 };
 
 /* ---- search roots --------------------------------------------------------------------------- */
 

@@ -121,6 +121,7 @@ make_name(char *name, arl_error_t *err)
     for (size_t i = 0; i < sizeof(random); i++) {
         (void)snprintf(digits + 2 * i, 3, "%02x", random[i]);
     }
+    memset(name, 0, ARL_OFFER_HOST_MAX); /* all of it travels in offers */
     (void)snprintf(name, ARL_OFFER_HOST_MAX, NAME_FORMAT, self.pid_namespace, (uint64_t)self.pid,
                    self.start_time, digits);
     return ARL_OK;
