@@ -2,9 +2,10 @@
 """Run one leak case in this interpreter: `python leak_measure.py CASE`. Exits 1 when it leaks.
 
 A leak grows in every round of calls; a cache grows in some. So a case passes when every counter
-stands still in at least one round: reference counts of the public types, of common singletons
-and of the case's own arguments (in either direction), live objects, bytes of the C heap. And
-nothing may be left of the system's things: descriptors, shared memory files, children.
+stands still, or turns back, in at least one round: reference counts of the public types, of
+common singletons and of the case's own arguments (in either direction), live objects, bytes of
+the C heap. And nothing may be left of the system's things: descriptors, shared memory files,
+children.
 """
 
 from __future__ import annotations
@@ -71,13 +72,17 @@ class Meter:
         values[-1] = sys.getallocatedblocks() if self.count_objects else 0
 
     def growth(self, rounds: int) -> dict[str, list[int]]:
-        """Of every counter that moved in each round: what each round added."""
+        """Of every counter that moved the same way in each round: what each round added."""
         rows = self.rows[: rounds + 1]
         moved = {
             name: [after[i] - before[i] for before, after in itertools.pairwise(rows)]
             for i, name in enumerate(self.names)
         }
-        return {name: steps for name, steps in moved.items() if all(steps)}
+        return {
+            name: steps
+            for name, steps in moved.items()
+            if all(step > 0 for step in steps) or all(step < 0 for step in steps)
+        }
 
 
 def main(name: str) -> int:
