@@ -52,6 +52,10 @@ def tracked(case: leak_cases.Case) -> dict[str, object]:
     return named | {f"argument {index}": value for index, value in enumerate(case.arguments)}
 
 
+# A type's method cache holds the name of each lookup, one per address that the name came at.
+_clear_type_cache = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
+
+
 class Meter:
     """Reads all counters into memory of its own, so that reading changes none of them."""
 
@@ -65,6 +69,7 @@ class Meter:
 
     def read(self, row: int) -> None:
         gc.collect()
+        _clear_type_cache()
         values = self.rows[row]
         for index, value in enumerate(self.objects):
             values[index] = sys.getrefcount(value)
