@@ -192,6 +192,17 @@ def test_a_tied_head_is_filled_by_either_name() -> None:
     assert_same(model, load(engine_model(sizes), full))
 
 
+def test_counts_of_a_tied_model_agree() -> None:
+    """Its head is bound under both names, and the trainer sends one: no difference to report."""
+    sizes = dataclasses.replace(DENSE, tied=True)
+    model, lines = engine_model(sizes), []
+    pull(derive_bindings(model), trainer_weights(sizes), log=lines.append)
+    count = len(expected_names(model))
+    assert lines == [
+        f"[weight-sync names validated] context=host_shm sender={count} expected={count}"
+    ]
+
+
 def test_wrappers_of_adapters_leave_no_trace_in_names() -> None:
     model = engine_model(DENSE)
     attention = model.model.layers[0].self_attn

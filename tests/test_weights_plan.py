@@ -208,6 +208,23 @@ def test_tied_at_the_receiver_alone() -> None:
         assert target["embed"].tolist() == [5, 5, 5]
 
 
+def test_a_tied_name_counts_once_unless_both_are_sent() -> None:
+    def counts(source: dict[str, object], target: dict[str, object], **options: object) -> str:
+        lines: list[str] = []
+        sync(source, target, log=lines.append, **options)
+        return lines[0].partition("context=host_shm ")[2]
+
+    one = {"embed": np.full(3, 5.0)}
+    assert counts(one, tied(0)) == "sender=1 expected=1"
+    assert counts(tied(5), tied(0)) == "sender=2 expected=2"
+    assert counts(tied(5), untied(0)) == "sender=2 expected=2"
+    assert counts(one, untied(0), aliases={"head": "embed"}) == "sender=1 expected=1"
+    unknown = mismatch({**one, **ones("tail")}, tied(0))
+    assert unknown.endswith("1 sent but not expected: tail; (sender_count=2, expected_count=1)")
+    missing = mismatch(one, {**tied(0), **ones("tail")})
+    assert missing.endswith("1 expected but not sent: tail; (sender_count=1, expected_count=2)")
+
+
 def test_declared_aliases() -> None:
     aliases = {"head": "embed"}
     target = tied(0)

@@ -218,6 +218,7 @@ typedef struct check {
                        * group that has a binding, or NONE */
     bool *alias_name; /* for each first binding: it is a declared alias of another */
     uint32_t sender_names;
+    uint32_t expected_names; /* a tied tensor counts once, unless both names were sent */
 } check_t;
 
 static bool
@@ -359,12 +360,27 @@ names_error(const check_t *check, name_list_t *missing, name_list_t *unknown, ar
     return arl_error_set(err, ARL_ERR_MISMATCH, CHECK,
                          "Weight-sync param name mismatch [%s]:%s (sender_count=%u, "
                          "expected_count=%u)",
-                         check->context, text, check->sender_names, check->set->names);
+                         check->context, text, check->sender_names, check->expected_names);
+}
+
+/* Whether the bytes of a name arrive under another one: it is tied, or has an alias. */
+static bool
+served_by_other(const check_t *check, uint32_t first)
+{
+    const arl_binding_t *binding = &check->set->bindings[first];
+    const arl_offer_tensor_t *sent;
+
+    if (check->source[first] == NONE) {
+        return false;
+    }
+    sent = &check->offer->tensors[check->source[first]];
+    return sent->name_length != binding->name_length ||
+           memcmp(sent->name, binding->name, binding->name_length) != 0;
 }
 
 /* Both ways. `untouched_p` counts the names that a partial offer leaves out. */
 static arl_status_t
-check_names(const check_t *check, uint32_t *untouched_p, arl_error_t *err)
+check_names(check_t *check, uint32_t *untouched_p, arl_error_t *err)
 {
     const arl_binding_set_t *set = check->set;
     const arl_offer_t *offer = check->offer;
@@ -376,13 +392,19 @@ check_names(const check_t *check, uint32_t *untouched_p, arl_error_t *err)
     if (names == NULL) {
         return arl_error_set(err, ARL_ERR_NOMEM, CHECK, "out of memory for %u names", set->count);
     }
+    check->expected_names = set->names;
     for (uint32_t i = 0; i < set->count; i++) {
         const arl_binding_t *binding = &set->bindings[i];
 
-        if (arl_names_find(&set->index, binding->name, binding->name_length, &first) &&
-            first == i && check->source[i] == NONE &&
-            !arl_binding_set_excludes(set, binding->name, binding->name_length)) {
+        if (!arl_names_find(&set->index, binding->name, binding->name_length, &first) ||
+            first != i || arl_binding_set_excludes(set, binding->name, binding->name_length)) {
+            continue;
+        }
+        if (check->source[i] == NONE) {
             names[n++] = (arl_text_t){binding->name, binding->name_length};
+        }
+        else if (served_by_other(check, i)) {
+            check->expected_names--;
         }
     }
     missing.count = n;
@@ -403,7 +425,7 @@ check_names(const check_t *check, uint32_t *untouched_p, arl_error_t *err)
         status = arl_error_set(err, ARL_ERR_MISMATCH, CHECK,
                                "offer and receiver have no name in common that is to be synced "
                                "(sender_count=%u, expected_count=%u): nothing would be written",
-                               check->sender_names, set->names);
+                               check->sender_names, check->expected_names);
     }
     free(names);
     return status;
@@ -602,7 +624,7 @@ check_all(check_t *check, arl_plan_t *plan, arl_plan_report_t *report, arl_error
     match_twins(check);
     ARL_CHECK_GOTO(status, check_names(check, &report->untouched, err), free_sent);
     report->sender_names = check->sender_names;
-    report->expected_names = check->set->names;
+    report->expected_names = check->expected_names;
     ARL_CHECK_GOTO(status, make_copies(check, plan, report, err), free_sent);
 free_sent:
     arl_names_free(&sent);

@@ -52,7 +52,7 @@ typedef struct arl_binding_set {
     arl_names_t index; /* name to first binding */
     uint32_t *next;    /* next binding of the same name, or UINT32_MAX */
     uint32_t *twin;    /* first binding with the same destination; often itself */
-    uint32_t names;    /* different names that an offer must bring */
+    uint32_t names;    /* different names; of those with one destination one is enough */
 } arl_binding_set_t;
 
 /*
@@ -67,10 +67,10 @@ void arl_binding_set_free(arl_binding_set_t *set);
 bool arl_binding_set_excludes(const arl_binding_set_t *set, const char *name, uint32_t length);
 
 typedef struct arl_plan_report {
-    uint32_t sender_names; /* that count, contract 6.4 */
-    uint32_t expected_names;
-    uint32_t untouched; /* expected names that the offer leaves out; > 0 only if partial */
-    uint32_t tensors;   /* bindings that get written */
+    uint32_t sender_names;   /* that count, contract 6.4 */
+    uint32_t expected_names; /* without those that arrive under another one's name */
+    uint32_t untouched;      /* expected names that the offer leaves out; > 0 only if partial */
+    uint32_t tensors;        /* bindings that get written */
 } arl_plan_report_t;
 
 /*
