@@ -84,7 +84,7 @@ leaks: $(VENV)/.installed ## reference counts, memory, descriptors of every publ
 
 .PHONY: bench
 bench: $(VENV)/.installed ## speed against the usual way and the machine's ceiling (ARGS=--save keeps it)
-	@set -e; for name in padding payload wire host_shm; do \
+	@set -e; for name in padding payload wire host_shm transport; do \
 		echo "---- $$name"; $(BIN)/python benchmarks/bench_$$name.py $(ARGS); \
 	done
 

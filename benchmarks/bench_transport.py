@@ -1,159 +1,281 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP: a round trip of an update payload against a bare aiohttp post of as many bytes.
+"""Transports: a round trip of an update payload against the bare way of as many bytes.
 
-The server is a process of its own on the loopback interface; it takes the tensors out of the
-request and answers at once. `bare post` sends a body of the same size with aiohttp alone, to a
-handler that reads it and answers at once. `forward` also brings log-probs and entropy back;
-`bare exchange` gets a body of that size. Encoding and decoding are timed alone, to tell which
-share of a round trip is ours.
+`forward-backward` goes through the transport to a role or server that answers at once with a
+metric; `forward` also brings log-probs and entropy back. Beside them, with as many bytes:
+
+local  `bare socket`: one buffer through a socket pair to another process, which receives it into
+       memory of its own. `bare shared memory`: copied into memory that both have mapped, and out
+       of it. `bare exchange`: the socket, with an answer of the forward's size.
+ray    `bare put and get`: the tensors as arrays through `ray.put` to an actor. One hop: ours has
+       two, since an actor in front orders the ops. `bare exchange`: with arrays as the answer.
+http   `bare post`: a body to a handler that reads it, by aiohttp alone. `bare exchange`: likewise.
+
+Encoding and decoding are timed alone too, to tell which share of a round trip is ours. Ray is
+measured where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import io
+import mmap
+import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import aiohttp
 import common
-import torch
-from aiohttp import web
+import numpy as np
+import transport_ends as ends
 
 from arctic_rl_c import wire
-from arctic_rl_c.local.http_server import HttpServer
-from arctic_rl_c.transports.http import HttpTransport
+from arctic_rl_c.local import frames
+from arctic_rl_c.local.options import LocalOptions, as_dict
+from arctic_rl_c.local.process import RoleProcess
+from arctic_rl_c.local.server import EmbeddedServer
 
-WIDTH = 4096
-FIELDS = 7
-ANSWER_FIELDS = ("logprobs", "entropy")
-
-
-class Backend:
-    """Answers at once; the answer of a forward has the shape of its input."""
-
-    name = "null"
-    accepts_token_ids = accepts_routing_key = accepts_strict = True
-
-    async def fwd_bwd(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Metrics only."""
-        return {"metrics": {"loss": float(payload["batch"]["f0"][0, 0])}}
-
-    async def fwd_no_grad(self, payload: dict[str, Any], reference: bool) -> dict[str, Any]:
-        """Two float32 tensors."""
-        answer = torch.empty(payload["batch"]["f0"].shape)
-        return {"batch": dict.fromkeys(ANSWER_FIELDS, answer), "metrics": {}}
+ENDS = str(Path(ends.__file__).resolve())
+Variants = dict[str, Callable[[], object]]
 
 
-async def serve() -> None:
-    """Both servers; prints their ports and waits for the end of stdin."""
-
-    async def bare(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=bytes(int(request.query["answer"])))
-
-    app = web.Application(client_max_size=1 << 40)
-    app.add_routes([web.post("/bare", bare)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    async with HttpServer(Backend()) as server:  # type: ignore[arg-type]
-        print(server.port, runner.addresses[0][1], flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-    await runner.cleanup()
+def tensor_bytes(obj: dict[str, Any]) -> int:
+    """Bytes of a payload's tensors."""
+    return sum(tensor.nbytes for tensor in obj["batch"].values())
 
 
-def payload(nbytes: int) -> dict[str, Any]:
-    """Seven int64 fields of [rows, 4096]."""
-    rows = max(1, nbytes // (FIELDS * WIDTH * 8))
-    batch = {f"f{i}": torch.arange(rows * WIDTH).reshape(rows, WIDTH) for i in range(FIELDS)}
-    return {"batch": batch, "meta": {"temperature": 0.7}, "processing": {"loss_fn": None}}
+def answer_bytes(obj: dict[str, Any]) -> int:
+    """Bytes of a forward's answer."""
+    return len(ends.ANSWER_FIELDS) * obj["batch"]["f0"].numel() * 4
 
 
-class Client:
-    """Coroutines run one by one on one loop, as functions that `common` can time."""
+def ours(run: Callable[[Any], Any], transport: Any, obj: dict[str, Any]) -> Variants:
+    """The two ops, whatever the transport."""
+    return {
+        "forward-backward": lambda: run(transport.fwd_bwd(obj)),
+        "forward": lambda: run(transport.fwd_no_grad(obj)),
+    }
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, ports: list[int]) -> None:
-        self._run = loop.run_until_complete
-        url, self._bare_url = (f"http://127.0.0.1:{port}" for port in ports)
-        self.transport = self._run(HttpTransport.connect(url))
-        self._session = self._run(self._open())
 
-    async def _open(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession()
+def section(
+    title: str, obj: dict[str, Any], variants: Variants, args: argparse.Namespace
+) -> common.Section:
+    """Time the variants; the first one is the bare way."""
+    baseline = next(iter(variants))
+    sent, both = tensor_bytes(obj), tensor_bytes(obj) + answer_bytes(obj)
+    moved = {"bare exchange": both, "forward": both, "encode alone": 0, "decode alone": 0}
+    sizes = {name: moved.get(name, sent) for name in variants}
+    results = common.compare(variants, args, nbytes=sizes)
+    median = {result.name: result.median for result in results}
+    coding = median["encode alone"] + median["decode alone"]
+    facts = {
+        f"forward-backward / {baseline}": f"{median['forward-backward'] / median[baseline]:.2f}",
+        "forward / bare exchange": f"{median['forward'] / median['bare exchange']:.2f}",
+        "share of encoding and decoding": f"{coding / median['forward-backward']:.1%}",
+    }
+    return common.Section(title, results, baseline=baseline, facts=facts)
 
-    def call(self, make: Callable[[], Any]) -> Callable[[], object]:
-        """A function that runs a coroutine to its end."""
-        return lambda: self._run(make())
 
-    async def bare(self, body: bytes, answer: int) -> bytes:
-        """A post by aiohttp alone."""
-        url = f"{self._bare_url}/bare?answer={answer}"
-        async with self._session.post(url, data=io.BytesIO(body)) as response:
-            return await response.read()
+# ---- local ---------------------------------------------------------------------------------------
+
+
+class BareSocket:
+    """A child process at the other end of a socket pair, and memory that both have mapped."""
+
+    def __init__(self, size: int) -> None:
+        descriptor = os.memfd_create("bench_transport")
+        os.ftruncate(descriptor, size)
+        self._memory = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
+        self._socket, theirs = socket.socketpair()
+        for end in (self._socket, theirs):
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                end.setsockopt(socket.SOL_SOCKET, option, ends.SOCKET_BYTES)
+        handles = (theirs.fileno(), descriptor)
+        command = [sys.executable, ENDS, "bare", *map(str, handles), str(size)]
+        self._child = subprocess.Popen(command, pass_fds=handles)
+        theirs.close()
+        os.close(descriptor)
+
+    def exchange(self, data: np.ndarray[Any, Any], answer: int) -> object:
+        """Send through the socket."""
+        self._socket.sendall(ends.HEADER.pack(data.nbytes, answer))
+        self._socket.sendall(data.data)
+        return ends.receive(self._socket, answer)
+
+    def share(self, data: np.ndarray[Any, Any], answer: int) -> object:
+        """Send through the shared memory."""
+        self._memory[: data.nbytes] = data
+        self._socket.sendall(ends.HEADER.pack(data.nbytes | ends.IN_MEMORY, answer))
+        return ends.receive(self._socket, answer)
 
     def close(self) -> None:
-        """End the session and the jobs."""
-        self._run(self._session.close())
-        self._run(self.transport.shutdown())
+        """End the child."""
+        self._socket.close()
+        self._child.wait()
 
 
-def section(client: Client, title: str, nbytes: int, args: argparse.Namespace) -> common.Section:
-    """One size."""
-    obj = payload(nbytes)
-    frame = wire.dumps(obj)
-    rows = obj["batch"]["f0"].shape[0]
-    answer_bytes = len(ANSWER_FIELDS) * rows * WIDTH * 4
-    writable = bytearray(frame)
-    variants: dict[str, Callable[[], object]] = {
-        "bare post": client.call(lambda: client.bare(frame, 16)),
-        "forward-backward": client.call(lambda: client.transport.fwd_bwd(obj)),
-        "bare exchange": client.call(lambda: client.bare(frame, answer_bytes)),
-        "forward": client.call(lambda: client.transport.fwd_no_grad(obj)),
-        "encode alone": lambda: wire.dumps(obj),
-        "decode alone": lambda: wire.loads(writable, copy=False),
-    }
-    both = len(frame) + answer_bytes
-    moved = {"bare exchange": both, "forward": both, "decode alone": 0}
-    sizes = {name: moved.get(name, len(frame)) for name in variants}
-    results = common.compare(variants, args, nbytes=sizes)
-    by_name = {result.name: result.median for result in results}
-    ours = by_name["encode alone"] + by_name["decode alone"]
-    facts = {
-        "forward / bare exchange": f"{by_name['forward'] / by_name['bare exchange']:.2f}",
-        "share of encoding and decoding": f"{ours / by_name['forward-backward']:.0%}",
-    }
-    return common.Section(title, results, baseline="bare post", facts=facts)
+@contextmanager
+def local(run: Callable[[Any], Any]) -> Iterator[Callable[[dict[str, Any]], Variants]]:
+    """The embedded server's own processes, as `LocalTransport` has them, without models."""
+    roles = [
+        RoleProcess(role, {}, factory="transport_ends:null_role") for role in ("trainer", "sampler")
+    ]
+    for role in roles:
+        role.wait_started(60)
+    server = EmbeddedServer(*roles)
+    bare = BareSocket(128 << 20)
+
+    def variants(obj: dict[str, Any]) -> Variants:
+        data = np.zeros(tensor_bytes(obj), dtype=np.uint8)
+        answer = answer_bytes(obj)
+        message = {"op": "forward_backward", "arguments": {"payload": obj}}
+        frame = b"".join(frames.encode(message))
+        begin = frames.PREFIX_SIZE
+        end = begin + frames.parse_prefix(frame[:begin])[0]
+        header, body = frame[begin:end], np.frombuffer(bytearray(frame[end:]), dtype=np.uint8)
+        return {
+            "bare socket": lambda: bare.exchange(data, 16),
+            "bare shared memory": lambda: bare.share(data, 16),
+            "bare exchange": lambda: bare.exchange(data, answer),
+            **ours(run, server, obj),
+            "encode alone": lambda: frames.encode(message),
+            "decode alone": lambda: frames.decode(header, body),
+        }
+
+    try:
+        yield variants
+    finally:
+        bare.close()
+        server.close()
+        for role in roles:
+            role.close()
 
 
-def main() -> None:
-    """Run all sizes."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.serve:
-        asyncio.run(serve())
-        return
-    command = [sys.executable, __file__, "--serve"]
+# ---- ray -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def ray(run: Callable[[Any], Any]) -> Iterator[Callable[[dict[str, Any]], Variants]]:
+    """A cluster of this machine's own, the transport's actors and a bare one."""
+    import ray
+
+    from arctic_rl_c.transports import ray_data
+    from arctic_rl_c.transports.ray import RayTransport
+
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(
+        num_cpus=1,
+        object_store_memory=1 << 30,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
+    )
+    actor = ray.remote(ends.BareActor).options(num_cpus=0).remote()
+    server = ray.remote(ends.server_actor()).options(num_cpus=0, max_concurrency=64)
+    handle = {"transport": "ray", "serves_reference": False}
+    transport = RayTransport.from_handle(
+        {**handle, "server": server.remote(as_dict(LocalOptions()))}
+    )
+
+    def variants(obj: dict[str, Any]) -> Variants:
+        arrays = {name: tensor.numpy() for name, tensor in obj["batch"].items()}
+        packed = ray_data.pack(obj)
+
+        def bare(answer: bool) -> object:
+            return ray.get(actor.take.remote(ray.put(arrays), answer))
+
+        return {
+            "bare put and get": lambda: bare(False),
+            "bare exchange": lambda: bare(True),
+            **ours(run, transport, obj),
+            "encode alone": lambda: ray_data.pack(obj),
+            "decode alone": lambda: ray_data.unpack(packed),
+        }
+
+    try:
+        yield variants
+    finally:
+        ray.shutdown()
+
+
+# ---- http ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def http(run: Callable[[Any], Any]) -> Iterator[Callable[[dict[str, Any]], Variants]]:
+    """Both servers in one process on the loopback interface."""
+    import aiohttp
+
+    from arctic_rl_c.transports.http import HttpTransport
+
+    async def opened() -> aiohttp.ClientSession:
+        return aiohttp.ClientSession()
+
+    command = [sys.executable, ENDS, "http"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
-        ports = [int(port) for port in server.stdout.readline().split()]
-        loop = asyncio.new_event_loop()
-        client = Client(loop, ports)
-        sizes = {"1 MB": 1 << 20, "64 MB": 64 << 20}
-        if args.quick:
-            del sizes["64 MB"]
-        sections = [section(client, title, nbytes, args) for title, nbytes in sizes.items()]
-        client.close()
-        loop.close()
-        server.communicate()
-    common.report("transport http", sections, args)
+        urls = [f"http://127.0.0.1:{port}" for port in server.stdout.readline().split()]
+        transport = run(HttpTransport.connect(urls[0]))
+        session = run(opened())
+
+        async def bare(body: bytes, answer: int) -> bytes:
+            url = f"{urls[1]}/bare?answer={answer}"
+            async with session.post(url, data=io.BytesIO(body)) as response:
+                return await response.read()
+
+        def variants(obj: dict[str, Any]) -> Variants:
+            frame = wire.dumps(obj)
+            writable = bytearray(frame)
+            return {
+                "bare post": lambda: run(bare(frame, 16)),
+                "bare exchange": lambda: run(bare(frame, answer_bytes(obj))),
+                **ours(run, transport, obj),
+                "encode alone": lambda: wire.dumps(obj),
+                "decode alone": lambda: wire.loads(writable, copy=False),
+            }
+
+        try:
+            yield variants
+        finally:
+            run(session.close())
+            run(transport.shutdown())
+            server.communicate()
+
+
+TRANSPORTS = {"local": local, "ray": ray, "http": http}
+NEEDS = {"ray": "ray", "http": "aiohttp"}
+
+
+def main() -> None:
+    """Run all transports and sizes."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--only", choices=TRANSPORTS, help="one transport")
+    args = parser.parse_args()
+    sizes = {"1 MB": 1 << 20, "64 MB": 64 << 20}
+    if args.quick:
+        del sizes["64 MB"]
+    sections = []
+    loop = asyncio.new_event_loop()
+    for name in [args.only] if args.only else TRANSPORTS:
+        needed = NEEDS.get(name)
+        if needed is not None and importlib.util.find_spec(needed) is None:
+            print(f"{name}: not measured, {needed} is not installed for {sys.executable}")
+            continue
+        with TRANSPORTS[name](loop.run_until_complete) as variants:
+            for size, nbytes in sizes.items():
+                obj = ends.payload(nbytes)
+                sections.append(section(f"{name}, {size}", obj, variants(obj), args))
+    loop.close()
+    common.report("transport", sections, args)
 
 
 if __name__ == "__main__":
