@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from arctic_rl_c._core import ConfigError, normalize_config
 
@@ -21,22 +21,31 @@ __all__ = ["build_client_config", "visible_devices"]
 
 
 def build_client_config(
-    config: Mapping[str, Any], *, omit_disabled_rollout: bool = False
+    config: Mapping[str, Any],
+    *,
+    generation: Literal["seed", "final"] | None = None,
+    omit_disabled_rollout: bool = False,
 ) -> dict[str, Any]:
     """Return the configuration that the Arctic client factory is given.
 
-    `config` is anything that `normalize_config` takes; its generation decides the form. With
+    `config` is anything that `normalize_config` takes; its generation decides the form, unless
+    `generation` asks for the final form of a flat config. With
     `omit_disabled_rollout` a rollout block in which nothing is enabled is left away, which keeps a
     colocated server from switching Arctic Inference on.
 
     Raises ConfigError for what `normalize_config` refuses, when there is no
-    `actor_rollout_ref.model.path`, and when a learning-rate schedule is asked for without a
-    number of training steps.
+    `actor_rollout_ref.model.path`, when the flat form of a nested config is asked for, and when a
+    learning-rate schedule is asked for without a number of training steps.
     """
     main = normalize_config(config)
     if "path" not in main["actor_rollout_ref"]["model"]:
         _fail("actor_rollout_ref.model.path: an Arctic server needs a model")
-    if main["remote_backend"]["generation"] == "seed":
+    found = main["remote_backend"]["generation"]
+    if found == "final" and generation == "seed":
+        _fail("remote_backend: is nested, and a client of the first generation needs it flat")
+    if found == "seed" and generation == "final":
+        main = _final_form(main)
+    elif found == "seed":
         return _seed_config(main)
     return _final_config(main, omit_disabled_rollout)
 
@@ -179,6 +188,15 @@ def _seed_config(main: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- the final generation ---------------------------------------------------------------------
+
+
+def _final_form(main: dict[str, Any]) -> dict[str, Any]:
+    """A normalised flat config as one of the final generation."""
+    remote, train = main["remote_backend"], main["remote_backend"]["train"]
+    # The only key that the flat form alone has.
+    logits = {key: value for key, value in train["logits"].items() if key != "tiled_compute"}
+    remote = {**remote, "generation": "final", "train": {**train, "logits": logits}}
+    return {**main, "remote_backend": remote}
 
 
 def _horizon(main: dict[str, Any]) -> int:

@@ -23,6 +23,7 @@ _PACKAGES = (
     "verl",
     "vllm",
     "arctic-platform",
+    "arctic-training",
 )
 
 #: Variables that change what is found or how it behaves.

@@ -123,8 +123,8 @@ def test_the_group_file_is_in_the_package_and_holds_every_key() -> None:
     with verl("plugin"):
         compat = importlib.import_module(f"{PLUGIN}.compat")
         user = {"actor_rollout_ref": {"rollout": {"n": 4}}, "remote_backend": OmegaConf.load(path)}
-        config, url = compat.plain_config(OmegaConf.create(user))
-        assert url is None
+        config, reach = compat.plain_config(OmegaConf.create(user))
+        assert reach == compat.Reach(url=None, transport=None)
         # The file says what the defaults are.
         plain = load_config(
             text="remote_backend: {train: {}}\nactor_rollout_ref: {rollout: {n: 4}}"

@@ -28,6 +28,7 @@ except ImportError as error:  # pragma: no cover - depends on what is installed
     ) from error
 from arctic_rl_c.transports.dense import dense_payload
 from arctic_rl_c.transports.http_jobs import JOB_TYPES, initialize_payloads
+from arctic_rl_c.transports.results import with_token_ids
 
 __all__ = ["HttpTransport"]
 
@@ -394,12 +395,7 @@ class HttpTransport:
             return await self._post("step", "step", "training", {"learning_rate": None})
         except http_errors.HttpServerError as error:
             if not self._own:
-                # A norm that is not finite makes that server fail after the step was taken.
-                error.args = (
-                    f"{error}; the step may or may not have been applied (such a server also "
-                    "answers so when a metric is not finite): resume from the last checkpoint",
-                )
-                error.maybe_applied = True  # type: ignore[attr-defined]
+                http_errors.doubt_step(error)
             raise
 
     async def save_checkpoint(self, **kwargs: Any) -> dict[str, Any]:
@@ -435,7 +431,7 @@ class HttpTransport:
         else:
             body.update(routing_key=routing_key, strict=strict)
             answer = await self._post_payload("generate", "generate", "sampling", body, Repeat.SAFE)
-        return [_with_token_ids(item) for item in answer["results"]]
+        return [with_token_ids(item) for item in answer["results"]]
 
     async def sleep_inference(self, level: int = 1) -> dict[str, Any]:
         """Give the sampler's memory back."""
@@ -579,19 +575,3 @@ def _as_dict(method: str, answer: Any) -> dict[str, Any]:
         error.status = 200
         raise http_errors.complete(error, "ARL_ERR_SYSTEM", method)
     return answer
-
-
-def _with_token_ids(item: dict[str, Any]) -> dict[str, Any]:
-    """JSON makes text of the token ids that log-probs are keyed by; make them numbers again."""
-    for field in ("logprobs", "prompt_logprobs"):
-        positions = item.get(field)
-        if isinstance(positions, list):
-            item[field] = [
-                {int(token): value for token, value in position.items()}
-                if isinstance(position, dict)
-                else position
-                for position in positions
-            ]
-    for sample in item.get("samples", ()):
-        _with_token_ids(sample)
-    return item

@@ -79,6 +79,18 @@ def _consequence(op: str, maybe_applied: bool) -> str:
     )
 
 
+def doubt_step(error: HttpServerError) -> None:
+    """Say of a failed `step` of a public server that it may have been taken.
+
+    A metric that is not finite makes that server fail after the step.
+    """
+    error.args = (
+        f"{error}; the step may or may not have been applied (such a server also answers so when "
+        "a metric is not finite): resume from the last checkpoint",
+    )
+    error.maybe_applied = True  # type: ignore[attr-defined]
+
+
 def misconfigured(op: str, text: str) -> ConfigError:
     """An option, or a combination of them, that cannot be."""
     error = ConfigError(f"{op}: {text}")

@@ -6,20 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from arctic_rl_c import normalize_config
 from arctic_rl_c.client_config import build_client_config
 
 #: The order of creation; the reverse of the order in which they end.
 JOB_TYPES = ("sampling", "log_prob", "training")
-
-
-def _final_form(main: dict[str, Any]) -> dict[str, Any]:
-    """A normalised config as one of the final generation."""
-    remote, train = main["remote_backend"], main["remote_backend"]["train"]
-    # The only key that the flat form alone has.
-    logits = {key: value for key, value in train["logits"].items() if key != "tiled_compute"}
-    remote = {**remote, "generation": "final", "train": {**train, "logits": logits}}
-    return {**main, "remote_backend": remote}
 
 
 def initialize_payloads(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -33,7 +23,7 @@ def initialize_payloads(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: The config is wrong, or lacks what a job needs.
     """
-    client = build_client_config(_final_form(normalize_config(config)))
+    client = build_client_config(config, generation="final")
     training, sampling = client["training"], client["sampling"]
     vllm = {"max_model_len": client["max_seq_len"], **sampling["vllm"]}
     shared = {

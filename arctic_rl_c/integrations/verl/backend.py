@@ -68,17 +68,25 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
             PeerLostError: Nobody answers.
             TransportUnavailableError: A package that the transport needs is missing.
         """
-        config, url = plain_config(main_config)
+        config, reach = plain_config(main_config)
         if handle is not None:
             return cls(config, attach(handle), owner=False)
         protocol = config["remote_backend"]["comms"]["protocol"]
-        transport = _start_http(config, url) if protocol == "http" else _start_ray(config, url)
+        if reach.transport == "arctic":
+            transport = _start_arctic(config, reach.url)
+        elif protocol == "http":
+            transport = _start_http(config, reach.url)
+        else:
+            transport = _start_ray(config, reach.url)
         for text in effective_warnings(config, transport):
             _log.warning("%s", text)
         from arctic_rl_c.integrations.verl import registration
 
         # The one line that tells a user that his run goes through this library, and how.
-        print(f"arctic_rl_c: {registration}; transport {transport.name}", flush=True)
+        way = transport.name
+        if reach.transport is not None:
+            way += f", {transport.description}"
+        print(f"arctic_rl_c: {registration}; transport {way}", flush=True)
         return cls(config, transport, owner=True)
 
     def reconnect_handle(self) -> dict[str, Any]:
@@ -222,6 +230,10 @@ def attach(handle: Mapping[str, Any]) -> Any:
         from arctic_rl_c.transports.http import HttpTransport
 
         return HttpTransport.from_handle(inner)
+    if inner["transport"] == "arctic":
+        from arctic_rl_c.transports.arctic import ArcticTransport
+
+        return ArcticTransport.from_handle(inner)
     raise ConfigError(f"the transport {inner['transport']!r} cannot be attached to")
 
 
@@ -233,15 +245,20 @@ def _start_ray(config: dict[str, Any], url: str | None) -> Any:
     for package in ("arctic_platform", "arctic_training"):
         if importlib.util.find_spec(package) is not None:
             _log.warning(
-                "%s is installed, and not used: its in-process Ray server has no transport here "
-                "yet; this run uses the embedded server. To use a full one, start it with its "
-                "HTTP front end and set remote_backend.comms.protocol=http",
+                "%s is installed, and not used: this run uses the embedded server. To use its "
+                "client and its server, set remote_backend.comms.transport=arctic",
                 package,
             )
             break
     from arctic_rl_c.transports.ray import RayTransport
 
     return RayTransport(config)
+
+
+def _start_arctic(config: dict[str, Any], url: str | None) -> Any:
+    from arctic_rl_c.transports.arctic import ArcticTransport
+
+    return LoopThread.get().run(ArcticTransport.connect(config, url=url))
 
 
 def _start_http(config: dict[str, Any], url: str | None) -> Any:

@@ -7,14 +7,18 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from arctic_rl_c import normalize_config, pad_prompt_response
+from arctic_rl_c import ConfigError, normalize_config, pad_prompt_response
 
 _T = TypeVar("_T")
 
 #: Keys that newer verls read in the block themselves; they are not the server's.
 _VERL_KEYS = ("name", "custom_backend_module")
+
+#: Keys of `comms` that are the plug-in's own.
+_OWN_KEYS = ("url", "transport")
 
 #: Batch entries that belong to responses, and are padded as they are.
 _OF_RESPONSES = (
@@ -58,8 +62,23 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
-def plain_config(main_config: Any) -> tuple[dict[str, Any], str | None]:
-    """The configuration in normalised form, and the URL in it, if any.
+@dataclass(frozen=True)
+class Reach:
+    """What of `remote_backend` is the plug-in's own: by which way which server is reached.
+
+    Attributes:
+        url: A server that runs already, with `comms.protocol=http`.
+        transport: `arctic` for an installed Arctic client; None for what `comms.protocol` says.
+    """
+
+    url: str | None = None
+    transport: str | None = None
+
+
+def plain_config(main_config: Any) -> tuple[dict[str, Any], Reach]:
+    """The configuration in normalised form, and the plug-in's own keys in it.
+
+    Those are in `comms`, or, in a flat block, beside the others.
 
     Args:
         main_config: A DictConfig, or a mapping.
@@ -75,13 +94,22 @@ def plain_config(main_config: Any) -> tuple[dict[str, Any], str | None]:
     block = dict(config.get("remote_backend") or {})
     for key in _VERL_KEYS:
         block.pop(key, None)
-    url = None
-    if isinstance(block.get("comms"), Mapping) and "url" in block["comms"]:
+    own = {}
+    if isinstance(block.get("comms"), Mapping):
         comms = dict(block["comms"])
-        url = comms.pop("url")
+        own = {key: comms.pop(key) for key in _OWN_KEYS if key in comms}
         block["comms"] = comms
+        if own and not comms:
+            del block["comms"]  # a flat block has no other
+    own |= {key: block.pop(key) for key in _OWN_KEYS if key in block}
     config["remote_backend"] = block
-    return normalize_config(config), url
+    transport = own.get("transport")
+    if transport not in (None, "arctic"):
+        raise ConfigError(
+            f"remote_backend.comms.transport is {transport!r}: it is arctic, for an installed "
+            "Arctic client, or null, for what comms.protocol says"
+        )
+    return normalize_config(config), Reach(own.get("url"), transport)
 
 
 def as_padded(data: Any, *, prompt_width: int, response_width: int, pad_token_id: int) -> Any:
