@@ -224,6 +224,17 @@ def wanted_calls(case: golden.Case, name: str) -> list[Any]:
     return calls
 
 
+def log_prob(client: ArcticRLClient, case: golden.Case, name: str) -> Awaitable[Any]:
+    return client.compute_log_prob(
+        case.data(),
+        ref=name == "ref_log_prob",
+        calculate_entropy=name == "log_prob",
+        rollout_n=clients.rollout_n(case),
+        temperature=golden.TEMPERATURE,
+        pad_token_id=clients.PAD,
+    )
+
+
 @pytest.fixture
 def golden_server() -> Any:
     backend = clients.Transport()
@@ -236,18 +247,8 @@ def golden_server() -> Any:
 def test_golden_log_probs(golden_server: Any, case: golden.Case, name: str) -> None:
     backend, server = golden_server
 
-    async def use(transport: HttpTransport) -> Any:
-        return await client_over(transport, case).compute_log_prob(
-            case.data(),
-            ref=name == "ref_log_prob",
-            calculate_entropy=name == "log_prob",
-            rollout_n=clients.rollout_n(case),
-            temperature=golden.TEMPERATURE,
-            pad_token_id=clients.PAD,
-        )
-
     with test_payload_golden.known_warnings():
-        result = with_transport(server.url, use)
+        result = with_transport(server.url, lambda t: log_prob(client_over(t, case), case, name))
     clients.same(backend.calls, wanted_calls(case, name))
     clients.same(result, case.result(name)["result"])
 

@@ -99,7 +99,7 @@ def find_client(generation: str, *, name: str | None = None) -> ArcticPackage:
                 f"{_presence(other)}, {GENERATIONS[_KNOWN[other]]}: cannot serve a nested config"
             )
     if name is not None and not wanted:
-        reasons[name] = "is no module of an Arctic client"
+        reasons[name] = "no module of an Arctic client"
     raise http_errors.unavailable(
         "arctic",
         f"no Arctic client for a {_FORMS[generation]} config was found (looked for "
@@ -108,7 +108,8 @@ def find_client(generation: str, *, name: str | None = None) -> ArcticPackage:
 
 
 def _listed(reasons: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(f"{name}: {reasons[name]}" for name in _KNOWN if name in reasons)
+    order = sorted(reasons, key=[*_KNOWN, *reasons].index)
+    return tuple(f"{name}: {reasons[name]}" for name in order)
 
 
 def _load(name: str) -> tuple[Any, str]:

@@ -513,7 +513,7 @@ class HttpTransport:
             method,
             f"{what} the first generation's HTTP server ({self._connection.url}) would need "
             "pickles both ways, and nothing is ever unpickled here. Use a server of the final "
-            "generation, or reach this one over its own client (the arctic or ray transport)",
+            "generation, or reach this one over its own client (the arctic transport)",
         )
 
     def _need_final(self, method: str) -> None:

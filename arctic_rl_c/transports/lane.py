@@ -27,15 +27,18 @@ class Lane:
     Work that blocks holds up its own lane alone. Work whose caller has gone away before it began
     is never run; once begun it runs to its end.
 
+    The thread begins with the first work.
+
     Args:
         name: Of the thread.
     """
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
 
     async def run(self, work: Callable[[], Any], timeout: float | None = None) -> Any:
         """The result of `work()`, awaited there if it is awaitable.
@@ -44,34 +47,46 @@ class Lane:
             LaneTimeoutError: `timeout` seconds passed.
         """
         job = _Job(work)
-        self._loop.call_soon_threadsafe(self._begin, job)
+        self._post(job)
         return await wait_for(job.answer, timeout, job.abandon)
 
     def post(self, work: Callable[[], Any]) -> None:
         """Run `work()` for whom it tells its result itself."""
-        self._loop.call_soon_threadsafe(self._begin, _Job(work))
+        self._post(_Job(work))
 
-    def _begin(self, job: _Job) -> None:
+    def _post(self, job: _Job) -> None:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name=self._name, daemon=True
+                )
+                self._thread.start()
+            self._loop.call_soon_threadsafe(self._begin, self._loop, job)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop, job: _Job) -> None:
         if job.start():
-            task = self._loop.create_task(job.run())
+            task = loop.create_task(job.run())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """End the thread, unless something blocks it; that ends with the process."""
-        try:
-            self._loop.call_soon_threadsafe(self._stop)
-        except RuntimeError:
-            return  # closed before
-        self._thread.join(_JOIN_SECONDS)
-        if not self._thread.is_alive():
-            self._loop.close()
+        """End the thread, unless something blocks it; that ends with the process. Idempotent."""
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(self._stop, loop)
+        thread.join(_JOIN_SECONDS)
+        if not thread.is_alive():
+            loop.close()
 
-    def _stop(self) -> None:
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
         for task in self._tasks:
             task.cancel()
         # A task hears of its cancellation in the next turn.
-        self._loop.call_soon(lambda: self._loop.call_soon(self._loop.stop))
+        loop.call_soon(lambda: loop.call_soon(loop.stop))
 
 
 async def wait_for(
