@@ -8,5 +8,6 @@ if importlib.util.find_spec("arctic_rl_c._core") is None:
     raise ImportError(
         f"arctic_rl_c._core is not built in {Path(__file__).parent}. If that is a source tree: "
         "`make smoke` and `make test` install the package and run it, `make build` builds in "
-        "place, and an installed package is found from any other folder."
+        "place, and an installed package is found from any other folder, or from here with "
+        "`python -I -m arctic_rl_c`."
     )

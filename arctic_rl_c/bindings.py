@@ -133,14 +133,16 @@ def expected_names(model: Any, **options: Any) -> list[str]:
 
 
 class Coverage(NamedTuple):
-    """What a full pull writes of an engine's parameters, and what it leaves alone."""
+    """What a full pull writes of an engine's parameters, and what it leaves alone.
+
+    parameters: number of parameters; tied ones count once.
+    untouched: names of parameters of which nothing is written.
+    partly: names of those written in part (padding stays): elements written, elements there.
+    """
 
     parameters: int
-    """Number of parameters; tied ones count once."""
     untouched: tuple[str, ...]
-    """Names of parameters of which nothing is written."""
     partly: dict[str, tuple[int, int]]
-    """Names of those written in part (padding stays): elements written, elements there."""
 
     def __str__(self) -> str:
         """Say it in one line, for a log."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,6 +12,19 @@ from collections.abc import Sequence
 import arctic_rl_c
 
 _INTERRUPTED = 130  # what a shell gives for SIGINT
+_BROKEN_PIPE = 141  # and for SIGPIPE
+
+#: Extras of the package that a command needs.
+_EXTRAS = {"smoke": "local", "serve": "local,http"}
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults where there are any: not those of switches, nor None."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train and sample a small model in two processes for some GRPO steps. Exit "
         "status 0 only if all steps ran, all numbers are finite and the sampler's weights "
         "equalled the trainer's after every sync.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     smoke.set_defaults(run=_smoke)
     add = smoke.add_argument
@@ -55,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="the embedded server over HTTP",
         description="Serve a trainer and a sampler over HTTP until interrupted. There is no "
         "authentication: keep it on the loopback address, or on a network that you trust.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     serve.set_defaults(run=_serve)
     add = serve.add_argument
@@ -74,16 +88,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status."""
     options = build_parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:  # of `| head`; what is still buffered goes nowhere, in silence
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
     except ImportError as error:
-        print(
-            f"error: {error}\n{options.command} needs more than the core package: "
-            "pip install 'arctic_rl_c[local,http]'",
-            file=sys.stderr,
-        )
+        hint = ""
+        if options.command in _EXTRAS and "pip install" not in str(error):
+            hint = (
+                f"\n{options.command} needs more than the core package: "
+                f"pip install 'arctic_rl_c[{_EXTRAS[options.command]}]'"
+            )
+        print(f"error: {error}{hint}", file=sys.stderr)
         return 1
     except Exception as error:
         if getattr(options, "traceback", False):

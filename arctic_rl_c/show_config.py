@@ -39,6 +39,8 @@ _VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 
+_COLUMN = max(map(len, _PACKAGES))
+
 
 def _version(package: str) -> str | None:
     try:
@@ -58,42 +60,49 @@ def _collect(devices: bool) -> dict[str, Any]:
     return found | _native_config(devices=devices)
 
 
+def _line(name: str, text: str) -> str:
+    return f"{name:<{_COLUMN}} {text}"
+
+
 def _library(name: str, facts: dict[str, Any]) -> list[str]:
     if not facts["available"]:
         first, *rest = facts["reason"].splitlines()
-        return [f"{name:<13} not available: {first}", *(f"{'':<13} {line}" for line in rest)]
-    return [f"{name:<13} {facts['version']}  {facts['path']}  ({facts['found']})"]
+        return [_line(name, f"not available: {first}"), *(_line("", line) for line in rest)]
+    return [_line(name, f"{facts['version']}  {facts['path']}  ({facts['found']})")]
 
 
 def _device(facts: dict[str, Any]) -> list[str]:
     peers = ", ".join(map(str, facts["peers"])) or "none"
     ipc = "yes" if facts["cuda_ipc"] else f"no: {facts['cuda_ipc_reason']}"
     return [
-        f"device {facts['index']:<6} {facts['name']}  {facts['uuid']}",
-        f"{'':<13} compute capability {facts['compute_capability']}, "
-        f"{facts['multiprocessors']} multiprocessors, {facts['memory'] / 2**30:.1f} GiB",
-        f"{'':<13} cuda_ipc: {ipc}; reads the memory of devices: {peers}",
+        _line(f"device {facts['index']}", f"{facts['name']}  {facts['uuid']}"),
+        _line(
+            "",
+            f"compute capability {facts['compute_capability']}, "
+            f"{facts['multiprocessors']} multiprocessors, {facts['memory'] / 2**30:.1f} GiB",
+        ),
+        _line("", f"cuda_ipc: {ipc}; reads the memory of devices: {peers}"),
     ]
 
 
 def _render(found: dict[str, Any]) -> str:
     build = found["build"]
     kinds = [kind for kind in ("debug", "sanitized", "faults") if build[kind]] or ["release"]
+    made = f"({' '.join(kinds)} build, {build['compiler']}, {found['threads']} threads)"
     lines = [
-        f"{'arctic_rl_c':<13} {found['arctic_rl_c']}  "
-        f"({' '.join(kinds)} build, {build['compiler']}, {found['threads']} threads)",
-        f"{'python':<13} {found['python']}",
-        f"{'system':<13} {found['system']}",
+        _line("arctic_rl_c", f"{found['arctic_rl_c']}  {made}"),
+        _line("python", found["python"]),
+        _line("system", found["system"]),
     ]
     lines += [
-        f"{name:<13} {version or 'not installed'}" for name, version in found["packages"].items()
+        _line(name, version or "not installed") for name, version in found["packages"].items()
     ]
     lines += [f"{name}={value}" for name, value in found["environment"].items()]
     lines += _library("CUDA driver", found["cuda"])
     if found["cuda"]["available"]:
         lines += _library("NCCL", found["nccl"])
     else:
-        lines.append(f"{'NCCL':<13} not looked for: it needs the CUDA driver")
+        lines.append(_line("NCCL", "not looked for: it needs the CUDA driver"))
     for device in found.get("devices", []):
         lines += _device(device)
     return "\n".join(lines)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight sync: what is said in Python beside `WeightSender` and `WeightReceiver`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple

@@ -14,6 +14,11 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 zorro=${ZORRO:-True}
 
+python3 -c 'import arctic_rl_c, verl' || {
+  echo "python3 ($(command -v python3)) needs verl and this library: see docs/verl.md" >&2
+  exit 1
+}
+
 export PYTHONUNBUFFERED=1 HYDRA_FULL_ERROR=1
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export VERL_USE_EXTERNAL_MODULES=arctic_rl_c.integrations.verl

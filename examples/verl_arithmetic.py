@@ -3,7 +3,8 @@
 
     python examples/verl_arithmetic.py FOLDER     writes FOLDER/model, train.parquet, test.parquet
 
-The parquet files have the columns of verl's own GSM8K ones. This file is the reward function too:
+Needs pyarrow, which comes with verl. The parquet files have the columns of verl's own GSM8K ones.
+This file is the reward function too:
 `custom_reward_function.path=examples/verl_arithmetic.py`.
 """
 
@@ -66,6 +67,6 @@ def write(folder: Path, *, train: int = 1024, test: int = 64) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     write(Path(sys.argv[1]))

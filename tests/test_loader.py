@@ -297,9 +297,9 @@ SHOW = "import arctic_rl_c; arctic_rl_c.show_config()"
 
 def test_show_config_without_a_driver() -> None:
     text = load(SHOW, ARCTIC_RL_C_CUDA_DRIVER="/nowhere")
-    assert "CUDA driver   not available: the CUDA driver is not usable here" in text
+    assert "CUDA driver     not available: the CUDA driver is not usable here" in text
     assert "/nowhere: cannot open shared object file" in text
-    assert "NCCL          not looked for" in text
+    assert "NCCL            not looked for" in text
     assert "ARCTIC_RL_C_CUDA_DRIVER=/nowhere" in text
 
 
@@ -332,4 +332,4 @@ def test_doctor_shows_it() -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert "CUDA driver   not available" in done.stdout
+    assert "CUDA driver     not available" in done.stdout

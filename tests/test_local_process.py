@@ -24,6 +24,7 @@ import arctic_rl_c
 from arctic_rl_c import PeerLostError, PeerTimeoutError
 from arctic_rl_c.local.process import RoleProcess
 from arctic_rl_c.local.remote_errors import RemoteTraceback
+from arctic_rl_c.local.worker import build_role
 
 WAIT = 60.0
 
@@ -315,3 +316,19 @@ def test_several_event_loops(shared: RoleProcess) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(asyncio.run, main(100 * i)) for i in range(4)]
         assert [r.result(WAIT) for r in runs] == [[100 * i + j for j in range(5)] for i in range(4)]
+
+
+@pytest.mark.parametrize("role", ["trainer", "sampler"])
+def test_a_role_without_its_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setitem(sys.modules, f"arctic_rl_c.local.{role}", None)
+    with pytest.raises(ImportError) as caught:
+        build_role(role, {"model": {}, "options": {}})
+    needed = f"; the embedded {role} needs: pip install 'arctic_rl_c[local]'"
+    assert str(caught.value).endswith(needed)
+
+
+def test_there_are_two_roles() -> None:
+    with pytest.raises(ValueError, match="role 'critic' is not one of trainer, sampler"):
+        build_role("critic", {"model": {}, "options": {}})

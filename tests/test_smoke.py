@@ -106,7 +106,7 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
     [
         (["--shape", "vast"], "ConfigError: shape 'vast' is not one of micro, tiny, qwen3-0.6b"),
         (["--model", "/nowhere"], "model path '/nowhere' holds no config.json"),
-        (["--device", "abacus"], "abacus"),
+        (["--device", "abacus"], "ConfigError: device 'abacus' is not one of cpu, cuda, cuda:N"),
         (["--device", "cuda:99"], "cuda:99"),
         (["--json", "/nowhere/run.json"], "--json /nowhere/run.json: there is no such directory"),
     ],
@@ -147,6 +147,43 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert arctic_rl_c.__version__ in shown and "torch" in shown
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """As in `doctor | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            command("doctor"),
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=WAIT,
+            env={**os.environ, "PYTHONPATH": PACKAGE},
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(("name", "extras"), [("smoke", "local"), ("serve", "local,http")])
+def test_what_is_missing_is_said_with_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, extras: str
+) -> None:
+    monkeypatch.setitem(sys.modules, f"arctic_rl_c.local.{name}", None)
+    assert cli.main([name]) == 1
+    assert f"{name} needs more than the core package: pip install 'arctic_rl_c[{extras}]'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_help_shows_defaults_that_mean_something(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["smoke", "--help"])
+    shown = capsys.readouterr().out
+    assert "GRPO steps (default: 4)" in shown
+    assert "default: None" not in shown and "default: False" not in shown
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ way to run the two roles (child processes, actors, an HTTP server) can carry the
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,7 @@ class ModelOptions:
         seed: Seed of the random initialisation.
         dtype: `float32`, `bfloat16` or `float16`; None means float32 on a CPU and bfloat16 on
             a GPU.
-        device: A torch device, e.g. `cpu` or `cuda:1`.
+        device: `cpu`, `cuda` or `cuda:N`.
         attn_implementation: Passed to transformers.
         trust_remote_code: Passed to transformers. Never needed for the presets.
         threads: Intra-op threads of the process that holds the model; None keeps torch's own.
@@ -77,9 +78,11 @@ class ModelOptions:
     threads: int | None = None
 
     def check(self) -> None:
-        """Raise ConfigError for a shape that does not exist."""
+        """Raise ConfigError for a shape or a kind of device that does not exist."""
         if self.path is None and self.shape not in SHAPES:
             raise ConfigError(f"shape {self.shape!r} is not one of {', '.join(SHAPES)}")
+        if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
+            raise ConfigError(f"device {self.device!r} is not one of cpu, cuda, cuda:N")
 
 
 @dataclass

@@ -161,7 +161,7 @@ def _flags(options: SmokeOptions) -> tuple[bool, bool]:
 
 def local_options(options: SmokeOptions, config: dict[str, Any]) -> LocalOptions:
     """The server's options for a run."""
-    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise SmokeError(f"--device {options.device}: torch sees no CUDA device here")
     local = LocalOptions.from_config(config, device=options.device)
     if options.transport == "nccl":

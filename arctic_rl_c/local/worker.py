@@ -65,16 +65,18 @@ def build_role(role: str, options: Mapping[str, Any]) -> Any:
         options: `{"model": {...}, "options": {...}}`, see `arctic_rl_c.local.options`.
     """
     model = from_dict(ModelOptions, options["model"])
-    # Imported here: each role loads only what it needs, and that takes seconds.
+    if role not in ("trainer", "sampler"):
+        raise ValueError(f"role {role!r} is not one of trainer, sampler")
+    try:
+        # Imported here: each role loads only what it needs, and that takes seconds.
+        module = importlib.import_module(f"arctic_rl_c.local.{role}")
+    except ImportError as error:
+        raise ImportError(
+            f"{error}; the embedded {role} needs: pip install 'arctic_rl_c[local]'"
+        ) from error
     if role == "trainer":
-        from arctic_rl_c.local.trainer import Trainer
-
-        return Trainer(model, from_dict(TrainerOptions, options["options"]))
-    if role == "sampler":
-        from arctic_rl_c.local.sampler import Sampler
-
-        return Sampler(model, from_dict(SamplerOptions, options["options"]))
-    raise ValueError(f"role {role!r} is not one of trainer, sampler")
+        return module.Trainer(model, from_dict(TrainerOptions, options["options"]))
+    return module.Sampler(model, from_dict(SamplerOptions, options["options"]))
 
 
 def _load(factory: str) -> Callable[[str, Mapping[str, Any]], Any]:

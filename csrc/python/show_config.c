@@ -167,7 +167,13 @@ describe_build(void)
     const bool sanitized = false;
 #endif
 
-    return Py_BuildValue("{s:s,s:s,s:s,s:O,s:O,s:O}", "compiler", __VERSION__, "python", PY_VERSION,
+#if defined(__clang__)
+    const char *compiler = __VERSION__; /* "Clang 14.0.6" */
+#else
+    const char *compiler = "gcc " __VERSION__;
+#endif
+
+    return Py_BuildValue("{s:s,s:s,s:s,s:O,s:O,s:O}", "compiler", compiler, "python", PY_VERSION,
                          "numpy_abi", Py_STRINGIFY(NPY_TARGET_VERSION), "debug",
                          debug ? Py_True : Py_False, "sanitized", sanitized ? Py_True : Py_False,
                          "faults", faults ? Py_True : Py_False);
