@@ -37,8 +37,7 @@ def test_the_generation_that_the_config_is_of_is_taken(both: None) -> None:
     assert str(found) == "arctic_platform.client 9.8 (final generation)"
     assert found.passed_over == (
         "arctic_training.rl: installed, first generation: for flat configs",
-        "arctic_platform.rl: arctic_platform 9.8 has no such module, first generation: for flat "
-        "configs",
+        "arctic_platform.rl: arctic_platform 9.8 has no such module",
     )
     found = find_client("seed")
     assert str(found) == "arctic_training.rl of unknown version (first generation)"

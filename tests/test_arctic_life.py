@@ -24,7 +24,7 @@ from arctic_rl_c import (
     PeerTimeoutError,
     TransportUnavailableError,
 )
-from arctic_rl_c.transports import arctic, arctic_errors, http_errors
+from arctic_rl_c.transports import arctic, arctic_errors, http_errors, lane
 from arctic_rl_c.transports.arctic import ArcticTransport
 from arctic_servers import PAYLOAD, both, config, final_client, run, server
 
@@ -66,9 +66,17 @@ def test_blocking_ops_block_neither_the_loop_nor_sampling(both: None) -> None:
     run(use, config("final"))
 
 
-def test_deadlines(both: None) -> None:
+def test_deadlines(both: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that began may have been applied; one that never did is never sent."""
-    gate = Gate("fwd_bwd")
+    gate, real = Gate("fwd_bwd"), asyncio.wait
+
+    async def wait(waiters: Any, timeout: float | None = None) -> Any:
+        """The short deadline passes when the gate is reached, however slow the machine is."""
+        if timeout == 0.01:
+            await entered(gate)
+        return await real(waiters, timeout=timeout)
+
+    monkeypatch.setattr(lane.asyncio, "wait", wait)
 
     async def use(transport: ArcticTransport) -> None:
         server().backend.before = gate
@@ -272,8 +280,7 @@ def test_a_start_that_takes_too_long(both: None, monkeypatch: pytest.MonkeyPatch
                 await transport.start()
         await transport.shutdown()
         gate.set()
-        while not (arctic_servers.SERVERS and server().ended):
-            await asyncio.sleep(0.001)
+        await transport._training.run(lambda: None)  # after what blocks that thread
         await asyncio.to_thread(transport._close_lanes)
         assert server().ended == ["training", "sampling", "log_prob"]
 
@@ -293,6 +300,26 @@ def test_jobs_that_cannot_be_ended(both: None, caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO, "arctic_rl_c.transports.arctic"):
         asyncio.run(main())
     assert "passed over: arctic_platform.client: installed, arctic_training.rl comes" in caplog.text
+
+
+def test_jobs_of_a_server_that_is_gone(
+    both: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What ended the run is what its user sees."""
+
+    def gone(self: Any, number: int) -> None:
+        raise PeerLostError("the actor died")
+
+    monkeypatch.setattr(arctic_servers.Server, "destroy", gone)
+
+    async def main(version: str) -> None:
+        with pytest.raises(ZeroDivisionError):
+            async with ArcticTransport(config(version)):
+                raise ZeroDivisionError
+
+    for version in ("final", "seed"):
+        asyncio.run(main(version))
+    assert [record.message for record in caplog.records] == ["the actor died"] * 2
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
 
-from arctic_rl_c import ClosedError, ConfigError, PayloadError, normalize_config
+from arctic_rl_c import ClosedError, ConfigError, PayloadError, PeerLostError, normalize_config
 from arctic_rl_c.client_config import build_client_config
 from arctic_rl_c.transports import arctic_clients, arctic_errors, http_errors
 from arctic_rl_c.transports.arctic_clients import InnerClient
@@ -266,6 +266,8 @@ class ArcticTransport:
     async def shutdown(self) -> None:
         """End the jobs and the server that this transport made, or let go of others'. Idempotent.
 
+        A server that is gone already is logged, not raised.
+
         Raises:
             PeerTimeoutError: The server did not end its jobs in time.
         """
@@ -292,6 +294,11 @@ class ArcticTransport:
         ending = Lane("arctic_rl_c arctic end")
         try:
             await self._on(ending, "shutdown", lambda: inner.end(owner=self.owner))
+        except PeerLostError as error:
+            # Jobs end with their server. Raised, it would hide what ended this run.
+            _log.warning("%s", error)
+            with contextlib.suppress(Exception):
+                await ending.run(lambda: inner.end(owner=False), _END_SECONDS)
         finally:
             ending.close()
         if self._end_at_exit is not None:

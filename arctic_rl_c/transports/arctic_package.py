@@ -133,9 +133,12 @@ def _failed(name: str, error: Exception) -> str:
 
 
 def _not_tried(name: str, taken: str, generation: str) -> str:
+    absence = _absence(name)
+    if absence is not None:
+        return absence
     if name not in _ORDER[generation]:
-        return f"{_presence(name)}, {GENERATIONS[_KNOWN[name]]}: for flat configs"
-    return f"{_presence(name)}, {taken} comes first"
+        return f"installed, {GENERATIONS[_KNOWN[name]]}: for flat configs"
+    return f"installed, {taken} comes first"
 
 
 def _presence(name: str) -> str:
