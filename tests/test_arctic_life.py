@@ -250,6 +250,22 @@ def test_a_start_that_fails_is_tried_again(both: None, monkeypatch: pytest.Monke
     asyncio.run(main())
 
 
+def test_what_a_failed_start_made_is_ended(both: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def leave(inner: Any) -> None:
+        raise SystemExit("a client that exits")
+
+    monkeypatch.setattr(arctic.InnerClient, "keep_error_bodies", leave)
+
+    async def main() -> None:
+        transport = ArcticTransport(config("final"))
+        with pytest.raises(SystemExit, match="a client that exits"):
+            await transport.start()
+        assert server().ended == ["training", "sampling", "log_prob"]
+        await transport.shutdown()
+
+    asyncio.run(main())
+
+
 def failing(create: Any) -> Any:
     told = []
 
@@ -276,7 +292,7 @@ def test_a_start_that_takes_too_long(both: None, monkeypatch: pytest.MonkeyPatch
     async def main() -> None:
         transport = ArcticTransport(config("final"), start_timeout=0.01)
         for _ in range(2):
-            with pytest.raises(PeerTimeoutError, match="start: no answer from arctic_platform"):
+            with pytest.raises(PeerTimeoutError, match=r"was not ready within .* s; it goes on"):
                 await transport.start()
         await transport.shutdown()
         gate.set()

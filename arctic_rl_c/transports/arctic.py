@@ -18,7 +18,14 @@ from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
 
-from arctic_rl_c import ClosedError, ConfigError, PayloadError, PeerLostError, normalize_config
+from arctic_rl_c import (
+    ClosedError,
+    ConfigError,
+    PayloadError,
+    PeerLostError,
+    PeerTimeoutError,
+    normalize_config,
+)
 from arctic_rl_c.client_config import build_client_config
 from arctic_rl_c.transports import arctic_clients, arctic_errors, http_errors
 from arctic_rl_c.transports.arctic_clients import InnerClient
@@ -211,23 +218,31 @@ class ArcticTransport:
         try:
             inner: InnerClient = await wait_for(creation, self._start_timeout)
         except LaneTimeoutError:
-            raise http_errors.timed_out(
-                "start", self.description, self._start_timeout, False
-            ) from None
+            late = PeerTimeoutError(
+                f"start: {self.description} was not ready within {self._start_timeout:g} s; it "
+                "goes on, and the next start() waits for it: start_timeout= says how long"
+            )
+            raise http_errors.complete(late, "ARL_ERR_TIMEOUT", "start") from None
         return inner
 
     async def _create(self, creation: Future[InnerClient]) -> None:
         """Make the inner client; on its lane, since the constructor blocks for minutes."""
+        inner: InnerClient | None = None
         try:
             if self.owner:
                 self._check_launch()
             inner = InnerClient(self.package, self._inner_config, self._state)
             self._jobs = {job: number for job, number in inner.jobs().items() if number is not None}
             await inner.keep_error_bodies()
-        except Exception as error:
-            creation.set_exception(
-                arctic_errors.translate("start", self.description, error, True) or error
-            )
+        except BaseException as error:  # a client may even exit; whoever waits must hear of it
+            if inner is not None:
+                await self._end(inner)
+            told = None
+            if isinstance(error, Exception):
+                told = arctic_errors.translate("start", self.description, error, True)
+            if told is not None:
+                told.__cause__ = error
+            creation.set_exception(told or error)
             return
         process = inner.server_process if self.owner else None
         if process is not None:
@@ -258,7 +273,9 @@ class ArcticTransport:
             )
 
     async def _end(self, inner: InnerClient) -> None:
+        """End one that nobody will use."""
         try:
+            await inner.close_session()
             await inner.end(owner=self.owner)
         except Exception:
             _log.exception("ending the jobs of %s failed; they may still run", self.description)
