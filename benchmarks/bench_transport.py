@@ -132,7 +132,8 @@ def local(run: Callable[[Any], Any]) -> Iterator[Callable[[dict[str, Any]], Vari
     bare = BareSocket(128 << 20)
 
     def variants(obj: dict[str, Any]) -> Variants:
-        data = np.zeros(tensor_bytes(obj), dtype=np.uint8)
+        # Written to: pages of zeros that never were are one page, which the cache has.
+        data = np.ones(tensor_bytes(obj), dtype=np.uint8)
         answer = answer_bytes(obj)
         message = {"op": "forward_backward", "arguments": {"payload": obj}}
         frame = b"".join(frames.encode(message))

@@ -92,8 +92,8 @@ def answer_bare(sock: socket.socket, shared: mmap.mmap) -> None:
             size, wanted = HEADER.unpack(receive(sock, HEADER.size).data)
             taken = memory[: size ^ IN_MEMORY].copy() if size & IN_MEMORY else receive(sock, size)
             answer = answers.setdefault(wanted, np.zeros(wanted, dtype=np.uint8))
-            del taken
             sock.sendall(answer.data)
+            del taken  # after the answer, as in a role's process
 
 
 # ---- http: both servers --------------------------------------------------------------------------

@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,19 @@ class Unheard(KeyError):
 
 
 class FakeRole:
-    OPS = frozenset({"echo", "fail", "leave", "say", "unsendable", "hold", "count", "environ"})
+    OPS = frozenset(
+        {
+            "echo",
+            "fail",
+            "leave",
+            "say",
+            "unsendable",
+            "hold",
+            "count",
+            "environ",
+            "watch",
+        }
+    )
 
     INTERRUPTIBLE = frozenset({"hold"})
 
@@ -33,6 +47,10 @@ class FakeRole:
     def echo(self, value: Any) -> Any:
         self._calls += 1
         return value
+
+    def watch(self, value: np.ndarray[Any, Any], path: str) -> None:
+        """Make a file when the value is given back."""
+        weakref.finalize(value, Path(path).touch)
 
     def count(self) -> int:
         return self._calls

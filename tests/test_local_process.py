@@ -305,6 +305,14 @@ def test_children_do_not_outlive_their_parent(
         assert not child.is_running()
 
 
+def test_a_payload_is_given_back_before_the_next_arrives(
+    shared: RoleProcess, tmp_path: Path
+) -> None:
+    path = tmp_path / "given back"
+    shared.submit("watch", value=np.ones(1 << 16), path=str(path)).result(WAIT)
+    until(path.exists, "the payload to be given back")
+
+
 # -- event loops ---------------------------------------------------------------------------------
 
 

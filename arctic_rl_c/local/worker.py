@@ -165,6 +165,9 @@ def serve(sock: socket.socket) -> None:
     for target in (connection.read_requests, lambda: _leave_at_sigterm(connection.requests)):
         threading.Thread(target=target, daemon=True).start()
     role: Any = None
+    request: Any
+    work: Any
+    answer: Any
     interruption = _Interruption()
     signal.signal(INTERRUPT, interruption.raise_if_allowed)
     try:
@@ -172,14 +175,16 @@ def serve(sock: socket.socket) -> None:
             try:
                 if role is None:
                     role = _load(request["factory"])(request["role"], request["options"])
-                    result: Any = {"pid": os.getpid()}
+                    answer = {"result": {"pid": os.getpid()}}
                 else:
                     work = partial(run_op, role, request["op"], request["arguments"])
-                    result = interruption.run(request["op"] in role.INTERRUPTIBLE, work)
-                answer = {"result": result}
+                    allowed = request["op"] in role.INTERRUPTIBLE
+                    answer = {"result": interruption.run(allowed, work)}
             except Exception as error:
                 answer = {"error": describe_error(error)}
             connection.send(answer)
+            # Given back now, not when the next request is there too: payloads are large.
+            request = work = answer = None
     except OSError:
         pass  # the parent left while it was being answered
     finally:
