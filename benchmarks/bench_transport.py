@@ -7,8 +7,9 @@ metric; `forward` also brings log-probs and entropy back. Beside them, with as m
 local  `bare socket`: one buffer through a socket pair to another process, which receives it into
        memory of its own. `bare shared memory`: copied into memory that both have mapped, and out
        of it. `bare exchange`: the socket, with an answer of the forward's size.
-ray    `bare put and get`: the tensors as arrays through `ray.put` to an actor. One hop: ours has
-       two, since an actor in front orders the ops. `bare exchange`: with arrays as the answer.
+ray    `bare put and get`: the tensors as arrays through `ray.put` to an actor. `bare, two actors`:
+       with another in front, as ours has one that orders the ops. `bare exchange`: to the one
+       actor, with arrays as the answer; `bare exchange, two`: with the other in front.
 http   `bare post`: a body to a handler that reads it, by aiohttp alone. `bare exchange`: likewise.
 
 Encoding and decoding are timed alone too, to tell which share of a round trip is ours. Ray is
@@ -69,16 +70,22 @@ def section(
     """Time the variants; the first one is the bare way."""
     baseline = next(iter(variants))
     sent, both = tensor_bytes(obj), tensor_bytes(obj) + answer_bytes(obj)
-    moved = {"bare exchange": both, "forward": both, "encode alone": 0, "decode alone": 0}
+    moved = {"bare exchange": both, "bare exchange, two": both, "forward": both}
+    moved |= {"encode alone": 0, "decode alone": 0}
     sizes = {name: moved.get(name, sent) for name in variants}
     results = common.compare(variants, args, nbytes=sizes)
     median = {result.name: result.median for result in results}
     coding = median["encode alone"] + median["decode alone"]
+    pairs = [
+        ("forward-backward", baseline),
+        ("forward-backward", "bare, two actors"),
+        ("forward", "bare exchange"),
+        ("forward", "bare exchange, two"),
+    ]
     facts = {
-        f"forward-backward / {baseline}": f"{median['forward-backward'] / median[baseline]:.2f}",
-        "forward / bare exchange": f"{median['forward'] / median['bare exchange']:.2f}",
-        "share of encoding and decoding": f"{coding / median['forward-backward']:.1%}",
+        f"{op} / {bare}": f"{median[op] / median[bare]:.2f}" for op, bare in pairs if bare in median
     }
+    facts["share of encoding and decoding"] = f"{coding / median['forward-backward']:.1%}"
     return common.Section(title, results, baseline=baseline, facts=facts)
 
 
@@ -179,6 +186,7 @@ def ray(run: Callable[[Any], Any]) -> Iterator[Callable[[dict[str, Any]], Varian
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
     )
     actor = ray.remote(ends.BareActor).options(num_cpus=0).remote()
+    front = ray.remote(ends.BareFront).options(num_cpus=0).remote(actor)
     server = ray.remote(ends.server_actor()).options(num_cpus=0, max_concurrency=64)
     handle = {"transport": "ray", "serves_reference": False}
     transport = RayTransport.from_handle(
@@ -192,9 +200,14 @@ def ray(run: Callable[[Any], Any]) -> Iterator[Callable[[dict[str, Any]], Varian
         def bare(answer: bool) -> object:
             return ray.get(actor.take.remote(ray.put(arrays), answer))
 
+        def bare_two(answer: bool) -> object:
+            return ray.get(front.take.remote([ray.put(arrays)], answer))
+
         return {
             "bare put and get": lambda: bare(False),
+            "bare, two actors": lambda: bare_two(False),
             "bare exchange": lambda: bare(True),
+            "bare exchange, two": lambda: bare_two(True),
             **ours(run, transport, obj),
             "encode alone": lambda: ray_data.pack(obj),
             "decode alone": lambda: ray_data.unpack(packed),

@@ -151,6 +151,17 @@ class BareActor:
         return dict.fromkeys(ANSWER_FIELDS, values)
 
 
+class BareFront:
+    """An actor in front of the bare one, which passes a reference on unread."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def take(self, reference: list[Any], answer: bool) -> Any:
+        """The other actor's answer."""
+        return await self._actor.take.remote(reference[0], answer)
+
+
 def server_actor() -> type:
     """The ray transport's actor in front, with roles that have no model."""
     from arctic_rl_c.transports import ray_actors
