@@ -587,3 +587,66 @@ def test_options_refuse_half_a_config() -> None:
     config["actor_rollout_ref"]["actor"]["optim"]["lr_scheduler_type"] = "cosine"
     with pytest.raises(ConfigError, match="its horizon is unknown"):
         LocalOptions.from_config(config)
+
+
+# -- several samplers ------------------------------------------------------------------------------
+
+
+def several(**failing: dict[str, Any]) -> tuple[EmbeddedServer, list[str]]:
+    log: list[str] = []
+    names = ("trainer", "sampler-0", "sampler-1")
+    trainer, *samplers = (
+        ScriptedRole(name, log, failing.get(name.replace("-", "_"), {})) for name in names
+    )
+    return EmbeddedServer(trainer, samplers), log
+
+
+def test_one_offer_serves_all_samplers() -> None:
+    server, log = several()
+    result = run(server.sync_weights)
+    server.close()
+    assert result["receivers"] == [{}, {}] and result["receiver"] == {}
+    pulls = [entry for entry in log if "serve" in entry or "pull" in entry or "offer" in entry]
+    assert pulls == [
+        "trainer.offer_weights",
+        "trainer.serve_weights",
+        "sampler-0.pull_weights",
+        "sampler-1.pull_weights",
+    ]
+
+
+def test_a_sync_that_reaches_some_leaves_none_to_generate() -> None:
+    error = WeightSyncError("no room")
+    server, log = several(sampler_1={"pull_weights": error})
+    with pytest.raises(WeightSyncError, match="no room"):
+        run(server.sync_weights)
+    server.close()
+    assert log.index("sampler-0.mark_torn") < log.index("trainer.release_weights")
+    assert "sampler-1.mark_torn" in log
+
+
+def test_a_sync_that_reaches_nobody_leaves_the_old_weights() -> None:
+    error = {"pull_weights": WeightSyncError("no room")}
+    server, log = several(sampler_0=error, sampler_1=error)
+    with pytest.raises(WeightSyncError, match="no room"):
+        run(server.sync_weights)
+    server.close()
+    assert not any("mark_torn" in entry for entry in log)
+
+
+def test_the_role_that_has_gone_is_the_reason() -> None:
+    gone = PeerLostError("the sampler-1 died")
+    gone.role = "sampler-1"  # type: ignore[attr-defined]
+    felt = PeerLostError("a receiver has gone")
+    server, _ = several(trainer={"serve_weights": felt}, sampler_1={"pull_weights": gone})
+    with pytest.raises(PeerLostError, match="the sampler-1 died"):
+        run(server.sync_weights)
+    server.close()
+
+
+def test_a_digest_that_differs_stops_all_samplers() -> None:
+    server, log = several(sampler_1={"digest": "other"})  # type: ignore[dict-item]
+    with pytest.raises(WeightSyncError, match="the sampler-1's weights have the digest other"):
+        run(server.sync_weights)
+    server.close()
+    assert {"sampler-0.mark_torn", "sampler-1.mark_torn"} <= set(log)

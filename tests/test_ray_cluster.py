@@ -4,16 +4,32 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from arctic_rl_c import PeerLostError
-from arctic_rl_c.local.options import LocalOptions, ModelOptions
+from arctic_rl_c import (
+    ArcticRLClient,
+    PeerLostError,
+    TornWeightsError,
+    WeightSyncError,
+    WrongProcessError,
+    normalize_config,
+)
+from arctic_rl_c.local.grpo import make_data
+from arctic_rl_c.local.options import LocalOptions, ModelOptions, as_dict
 from arctic_rl_c.transports.ray import RayTransport
+from arctic_rl_c.transports.ray_actors import RayRole, RoleActor
+from arctic_rl_c.transports.ray_watch import identify
+from residue import shared_memory
 from test_local_trainer import update_payload
 
 pytestmark = [
@@ -22,20 +38,50 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
+DRIVER = Path(__file__).with_name("ray_driver.py")
+#: What is to happen soon, and would otherwise not happen.
+SECONDS = 60.0
+
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     import ray
 
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(num_cpus=4, object_store_memory=100_000_000, include_dashboard=False)
+    ray.init(
+        num_cpus=4,
+        object_store_memory=100_000_000,
+        include_dashboard=False,
+        runtime_env={"env_vars": {"PYTHONPATH": search_path()}},
+    )
     yield ray
     ray.shutdown()
 
 
-@pytest.fixture
-def nothing_left_behind() -> None:
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
     """A cluster keeps its own sockets open; the driver's end with `ray.shutdown`."""
+    before = shared_memory()
+    yield
+    wait_until(lambda: not shared_memory() - before, "shared memory is left behind")
+
+
+def search_path() -> str:
+    return os.pathsep.join(path for path in sys.path if path)
+
+
+def wait_until(reached: Any, what: str) -> None:
+    until = time.monotonic() + SECONDS
+    while not reached():
+        assert time.monotonic() < until, what
+        time.sleep(0.02)
+
+
+def wait_for_end_of(pids: dict[str, int]) -> None:
+    def gone() -> bool:
+        return not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+
+    wait_until(gone, f"some of {pids} live on")
 
 
 def options() -> LocalOptions:
@@ -43,48 +89,249 @@ def options() -> LocalOptions:
     return LocalOptions(model, model)
 
 
-def test_another_actor_attaches_and_the_owner_ends_it(ray: Any) -> None:
-    transport = RayTransport(options())
+def bounded(work: Any) -> None:
+    asyncio.run(asyncio.wait_for(work(), SECONDS))
 
-    @ray.remote
+
+def client_of(transport: RayTransport) -> ArcticRLClient:
+    config = {
+        "remote_backend": {"log_prob_gpus": 1, "train": {"zorro_train": {"enable": False}}},
+        "actor_rollout_ref": {
+            "model": {"path": "random:micro"},
+            "actor": {"ppo_mini_batch_size": 1, "optim": {"lr": 1e-2}},
+            "rollout": {"n": 2},
+        },
+        "data": {"train_batch_size": 2, "max_prompt_length": 6, "max_response_length": 5},
+    }
+    return ArcticRLClient(transport, normalize_config(config), owner=False)
+
+
+def update(client: ArcticRLClient) -> Any:
+    """Two mini-batches of two rows."""
+    import torch
+
+    prompts = [[4, 13, 5, 16]] * 2 + [[5, 13, 5]] * 2
+    responses = [[7, 3], [4, 4, 4], [9], [1, 2, 3]]
+    shape = {"prompt_width": 6, "response_width": 5}
+    data = make_data(prompts, responses, pad_token_id=0, temperature=1.0, **shape)
+    mask = data["response_mask"]
+    data["old_log_probs"] = -torch.ones(mask.shape)
+    data["advantages"] = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None] * mask
+    data["global_batch_size"] = 4
+    return client.update_actor(data, actor_config={}, pad_token_id=0, rollout_n=2)
+
+
+@pytest.fixture(scope="module")
+def forwarder(ray: Any) -> Any:
     class Forwarder:
         def __init__(self, handle: dict[str, Any]) -> None:
             self.transport = RayTransport.from_handle(handle)
 
-        async def work(self) -> dict[str, Any]:
+        async def call(self, op: str, **arguments: Any) -> Any:
+            return await getattr(self.transport, op)(**arguments)
+
+        async def backward(self) -> None:
             await self.transport.fwd_bwd(update_payload())
-            await self.transport.step()
-            synced = await self.transport.sync_weights()
-            await self.transport.shutdown()
-            return synced
+
+    return ray.remote(Forwarder).options(num_cpus=0)
+
+
+def test_two_forwarders_of_one_server(ray: Any, forwarder: Any, tmp_path: Path) -> None:
+    transport = RayTransport(options(), samplers=2)
 
     async def work() -> None:
-        forwarders = [Forwarder.remote(transport.reconnect_handle()) for _ in range(2)]
-        for forwarder in forwarders:
-            synced = await forwarder.work.remote()
-            digests = await transport.weights_digests()
-            assert digests["trainer"] == digests["sampler"] == synced["digest"]
-        for forwarder in forwarders:  # its end is not the server's
-            ray.kill(forwarder)
-        [item] = await transport.generate([[4, 13]], {"max_tokens": 2})
-        assert item["weight_version_end"] == 2
         handle = transport.reconnect_handle()
+        first, second = (forwarder.remote(handle) for _ in range(2))
+        await transport.save_checkpoint(path=str(tmp_path), step=1)
+        # One after another each has its way.
+        for number, one in enumerate((first, second)):
+            await one.backward.remote()
+            await one.call.remote("step")
+            synced = await one.call.remote("sync_weights")
+            assert synced["version"] == number + 1 and len(synced["receivers"]) == 2
+            digests = await transport.weights_digests()
+            assert set(digests) == {"trainer", "sampler-0", "sampler-1"}
+            assert set(digests.values()) == {synced["digest"]}
+        # Between a batch and its step there is no place for another.
+        await first.backward.remote()
+        for attempt in (second.backward.remote(), second.call.remote("step")):
+            with pytest.raises(WrongProcessError, match="another client of this server"):
+                await attempt
+        await first.call.remote("shutdown")  # which leaves the server as it is
+        pid = (await transport.pids())["trainer"]
+        ray.kill(first)
+        while True:
+            with pytest.raises(WrongProcessError) as caught:
+                await transport.step()
+            if "which has ended" in str(caught.value):
+                break
+        assert (await transport.load_checkpoint(path=str(tmp_path)))["global_step"] == 1
+        await second.backward.remote()
+        await second.call.remote("step")
+        assert (await transport.pids())["trainer"] == pid
+        items = await transport.generate([[4, 13]] * 4, {"max_tokens": 2}, routing_key="group")
+        assert {item["weight_version_end"] for item in items} == {2}
         await transport.shutdown()
+        with pytest.raises(PeerLostError, match=r"(?s)the server .* start a new one"):
+            await second.call.remote("step")
         with pytest.raises(PeerLostError, match="the server"):
             await RayTransport.from_handle(handle).step()
 
-    asyncio.run(work())
+    bounded(work)
 
 
-@pytest.mark.parametrize("role", ["trainer", "sampler"])
-def test_a_killed_role_is_named_and_the_rest_can_be_ended(ray: Any, role: str) -> None:
+def test_a_trainer_killed_in_the_middle_of_an_update(ray: Any, tmp_path: Path) -> None:
     transport = RayTransport(options())
 
     async def work() -> None:
+        client = client_of(transport)
         pids = await transport.pids()
-        os.kill(pids[role], signal.SIGKILL)
-        with pytest.raises(PeerLostError, match=f"the {role}"):
+        assert (await update(client))["metrics"]["grad_norm"] > 0
+        await client.save_checkpoint(path=str(tmp_path), step=7)
+        digest = (await transport.weights_digests())["trainer"]
+        os.kill(pids["trainer"], signal.SIGSTOP)
+        updating = asyncio.ensure_future(update(client))
+        await asyncio.sleep(0)  # it has asked for the first mini-batch, which cannot end
+        os.kill(pids["trainer"], signal.SIGKILL)
+        with pytest.raises(PeerLostError, match="the trainer") as lost:
+            await updating
+        assert lost.value.role == "trainer"
+        assert "died during 'forward_backward'" in str(lost.value)
+        assert "load the last checkpoint" in str(lost.value)
+        with pytest.raises(PeerLostError, match="the trainer"):
             await transport.sync_weights()
+        # The sampler still has the weights that it had.
+        [item] = await transport.generate([[4, 13]], {"max_tokens": 2})
+        assert item["weight_version_end"] == 0
+        await transport.shutdown()
+        wait_for_end_of(pids)
+        another = RayTransport(options())
+        loaded = await another.load_checkpoint(path=str(tmp_path))
+        assert loaded["global_step"] == 7
+        assert (await another.weights_digests())["trainer"] == digest
+        assert (await update(client_of(another)))["metrics"]["grad_norm"] > 0
+        assert (await another.sync_weights())["version"] == 1
+        await another.shutdown()
+
+    bounded(work)
+
+
+def test_a_sampler_of_several_that_dies(ray: Any) -> None:
+    transport = RayTransport(options(), samplers=2)
+
+    async def work() -> None:
+        pids = await transport.pids()
+        await transport.sync_weights()
+        os.kill(pids["sampler-1"], signal.SIGSTOP)
+        generating = asyncio.ensure_future(transport.generate([[4, 13]] * 4, {"max_tokens": 2}))
+        await asyncio.sleep(0)
+        os.kill(pids["sampler-1"], signal.SIGKILL)
+        with pytest.raises(PeerLostError, match=r"the sampler-1 .* died during 'generate'") as lost:
+            await generating
+        assert lost.value.role == "sampler-1"
+        for op in (transport.sync_weights, transport.sleep_inference, transport.wake_inference):
+            with pytest.raises(PeerLostError, match="the sampler-1"):
+                await op()
+        await transport.shutdown()
+        wait_for_end_of(pids)
+
+    bounded(work)
+
+
+def test_a_sync_that_reaches_one_of_two(ray: Any) -> None:
+    transport = RayTransport(options(), samplers=2)
+
+    async def work() -> None:
+        pids = await transport.pids()
+        await transport.sync_weights()
+        # It is killed while it cannot have begun to pull: the transfer is already on its way.
+        os.kill(pids["sampler-1"], signal.SIGSTOP)
+        syncing = asyncio.ensure_future(transport.sync_weights())
+        await asyncio.sleep(0)
+        os.kill(pids["sampler-1"], signal.SIGKILL)
+        with pytest.raises(PeerLostError, match="the sampler-1"):
+            await syncing
+        keys = [f"key {number}" for number in range(16)]
+        versions = set()
+        for key in keys:
+            try:
+                [item] = await transport.generate([[4]], {"max_tokens": 1}, routing_key=key)
+                versions.add(item["weight_version_end"])
+            except (PeerLostError, TornWeightsError):
+                continue
+        assert versions == {1}
         await transport.shutdown()
 
-    asyncio.run(work())
+    bounded(work)
+
+
+def test_the_wait_of_a_role_can_be_broken_off(ray: Any) -> None:
+    model = as_dict(options().trainer_model)
+    actor = ray.remote(RoleActor).remote(
+        "trainer", {"model": model, "options": as_dict(options().trainer)}, identify()
+    )
+    role = RayRole("trainer", actor)
+    flags = {"cuda_ipc": False, "low_memory": False, "timeout": 600.0}
+    role.submit("offer_weights", **flags).result(SECONDS)
+    serving = role.submit("serve_weights", timeout=600.0)  # for a receiver that never comes
+    wait_until(lambda: role.interrupt("serve_weights") or serving.done(), "it waits on")
+    with pytest.raises(WeightSyncError, match="broken off: the other side"):
+        serving.result()
+    role.interrupt("serve_weights")  # nothing runs that may be: nothing happens
+    role.submit("release_weights").result(SECONDS)
+    assert role.submit("describe").result(SECONDS)["global_step"] == 0
+    ray.kill(actor)
+
+
+def test_handles_of_what_is_no_more(ray: Any, forwarder: Any) -> None:
+    transport = RayTransport(options())
+
+    async def work() -> None:
+        handle = transport.reconnect_handle()
+        attached = forwarder.remote(handle)
+        pids = await transport.pids()
+        await attached.backward.remote()
+        os.kill(pids["server"], signal.SIGKILL)
+        for asked in (attached.call.remote("step"), transport.step(), transport.pids()):
+            with pytest.raises(PeerLostError, match="the server"):
+                await asked
+        wait_for_end_of(pids)  # the roles end with the one in front
+        with pytest.raises(PeerLostError, match="the server"):
+            await RayTransport.from_handle(handle).generate([[4]])
+        with pytest.raises(PeerLostError, match="is of the Ray cluster session_of_old"):
+            RayTransport.from_handle({**handle, "cluster": "session_of_old"})
+        await transport.shutdown()
+
+    bounded(work)
+
+
+@pytest.mark.parametrize(
+    ("owner", "number"),
+    [("driver", signal.SIGINT), ("actor", signal.SIGTERM), ("actor", signal.SIGKILL)],
+)
+def test_actors_end_with_their_driver(ray: Any, owner: str, number: int) -> None:
+    end_a_driver(ray.get_runtime_context().gcs_address, owner, number)
+
+
+def test_actors_end_with_a_driver_and_its_cluster() -> None:
+    end_a_driver("new", "actor", signal.SIGTERM)
+
+
+def end_a_driver(address: str, owner: str, number: int) -> None:
+    """Start a driver, end it in the middle of its work, and wait for its actors' ends."""
+    driver = subprocess.Popen(
+        [sys.executable, str(DRIVER), address, owner],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": search_path()},
+        text=True,
+    )
+    with driver:
+        try:
+            assert driver.stdout is not None
+            pids = json.loads(driver.stdout.readline())
+            assert set(pids) == {"server", "trainer", "sampler-0", "sampler-1"}
+            driver.send_signal(number)
+            driver.wait(SECONDS)
+        finally:
+            driver.kill()
+    wait_for_end_of(pids)

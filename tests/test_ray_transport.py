@@ -12,17 +12,27 @@ import importlib
 import pickle
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from arctic_rl_c import ClosedError, ConfigError, PeerLostError, TransportUnavailableError
+from arctic_rl_c import (
+    ClosedError,
+    ConfigError,
+    PayloadError,
+    PeerLostError,
+    TransportUnavailableError,
+    WrongProcessError,
+)
 from arctic_rl_c.local.options import LocalOptions, ModelOptions, TrainerOptions
 from arctic_rl_c.transports import Transport
 from arctic_rl_c.transports.ray import RayTransport
+from arctic_rl_c.transports.ray_actors import RayRole
 from arctic_rl_c.transports.ray_data import PackedTensor, pack, unpack
 from test_local_trainer import log_prob_payload, update_payload
 
@@ -44,6 +54,12 @@ def ray() -> Iterator[Any]:
 
 def _is_ray(name: str) -> bool:
     return name == "ray" or name.startswith("ray.")
+
+
+def settled(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
 
 
 def options(**trainer: Any) -> LocalOptions:
@@ -151,24 +167,130 @@ def test_a_model_that_cannot_be_loaded_is_the_first_ops_error(ray: Any) -> None:
     asyncio.run(work())
 
 
-def test_gpus_are_placed(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_samplers(ray: Any) -> None:
+    transport = RayTransport(options(), samplers=2)
+    keys = [f"key {number}" for number in range(16)]
+
+    async def work() -> None:
+        assert set(await transport.pids()) == {"server", "trainer", "sampler-0", "sampler-1"}
+        described = await transport.describe()
+        assert set(described) == {"trainer", "sampler-0", "sampler-1"}
+        items = await transport.generate(
+            [[4, number] for number in range(16)], {"max_tokens": 1}, routing_key=keys
+        )
+        assert [item["prompt_token_ids"] for item in items] == [[4, n] for n in range(16)]
+        # A key finds what its earlier prompts have left, whoever asks.
+        again = RayTransport.from_handle(transport.reconnect_handle())
+        items = await again.generate(
+            [[4, number] for number in range(16)], {"max_tokens": 1}, routing_key=keys
+        )
+        assert all(item["prefix_cache_len"] for item in items)
+        assert await transport.generate([], {"max_tokens": 1}) == []
+        # With a seed a sample depends on its place, not on the sampler that makes it.
+        prompts = [[4, 13, 5]] * 6
+        params = {"max_tokens": 4, "seed": 11, "temperature": 1.0}
+        spread = await transport.generate(prompts, params)
+        bound = await transport.generate(prompts, params, routing_key="one", strict=True)
+        assert [i["token_ids"] for i in spread] == [i["token_ids"] for i in bound]
+        with pytest.raises(ValueError, match="prompt 1 is empty"):
+            await transport.generate([[4], []], {"max_tokens": 1})
+        slept = await transport.sleep_inference(1)
+        assert slept["sampling"] == {"status": "sleeping", "level": 1, "workers": 2}
+        with pytest.raises(RuntimeError, match="Model is sleeping"):
+            await transport.generate([[4]])
+        woken = await transport.wake_inference(["weights"])
+        assert woken["sampling"] == {"status": "weights_ready", "workers": 2}
+        assert (await transport.wake_inference())["sampling"]["status"] == "ready"
+        assert (await transport.reset_prefix_cache())["entries"] > 0
+        await transport.shutdown()
+
+    asyncio.run(work())
+
+
+def test_one_client_trains_at_a_time(server: RayTransport, tmp_path: Path) -> None:
+    first, second = (RayTransport.from_handle(server.reconnect_handle()) for _ in range(2))
+
+    async def work() -> None:
+        await first.fwd_bwd(update_payload())
+        for op in (second.fwd_bwd(update_payload()), second.step()):
+            with pytest.raises(WrongProcessError, match="holds gradients of process") as caught:
+                await op
+            assert caught.value.code == "ARL_ERR_PROCESS"
+        await first.fwd_bwd(update_payload())  # batches of one add up
+        # A batch that fails is none: what came before it stays with whom it came from.
+        with pytest.raises(PayloadError):
+            await first.fwd_bwd({**update_payload(), "batch": {}})
+        with pytest.raises(WrongProcessError):
+            await second.step()
+        await first.step()
+        with pytest.raises(PayloadError):
+            await second.fwd_bwd({**update_payload(), "batch": {}})
+        await first.fwd_bwd(update_payload())
+        missing = await second.load_checkpoint(path=str(tmp_path / "nothing"))
+        assert missing["path"] is None
+        with pytest.raises(WrongProcessError):
+            await second.fwd_bwd(update_payload())
+        await second.save_checkpoint(path=str(tmp_path), step=1)
+        await second.load_checkpoint(path=str(tmp_path))
+        await second.fwd_bwd(update_payload())
+        await second.step()
+        with pytest.raises(RuntimeError, match="step without a forward_backward"):
+            await first.step()
+
+    asyncio.run(work())
+
+
+def test_a_handle_of_another_cluster(
+    ray: Any, server: RayTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = server.reconnect_handle()
+    monkeypatch.setattr(ray.state, "session", "session-1")
+    with pytest.raises(PeerLostError, match="cluster session-0, and this process is in session-1"):
+        RayTransport.from_handle(handle)
+
+
+def test_an_actor_that_is_a_thread_is_not_signalled(server: RayTransport) -> None:
+    class Actor:
+        identity = SimpleNamespace(
+            remote=lambda: SimpleNamespace(future=lambda: settled({"interruptible": False}))
+        )
+
+    RayRole("trainer", Actor()).interrupt("serve_weights")  # which would end this process
+
+
+def test_gpus_are_placed(ray: Any) -> None:
     resources = importlib.import_module("arctic_rl_c.transports.ray")._resources
-    together, group = resources(ray, True, 2)
-    assert group.bundles == [{"GPU": 1}] and together["trainer"]["num_gpus"] == 0.5
-    apart, group = resources(ray, False, 2)
-    assert group.bundles == [{"GPU": 1}] * 2 and apart["sampler"]["num_gpus"] == 1
-    indices = [apart[role]["scheduling_strategy"].placement_group_bundle_index for role in apart]
-    assert indices == [0, 1]
-    with pytest.raises(ConfigError, match=r"has 1 GPU and remote_backend.colocate=False needs 2"):
-        resources(ray, False, 1)
+    (trainer, sampler), group = resources(ray, True, 1, 2)
+    assert group.bundles == [{"GPU": 1}]
+    assert trainer["num_gpus"] == sampler["num_gpus"] == 0.5
+    apart, group = resources(ray, False, 2, 4)
+    assert group.bundles == [{"GPU": 1}] * 3 and {each["num_gpus"] for each in apart} == {1}
+    indices = [each["scheduling_strategy"].placement_group_bundle_index for each in apart]
+    assert indices == [0, 1, 2]
+    with pytest.raises(ConfigError, match=r"has 2 GPU and .*colocate=False with 2 .* needs 3"):
+        resources(ray, False, 2, 2)
+    with pytest.raises(ConfigError, match=r"2 samplers on GPUs need one each.*colocate=False"):
+        resources(ray, True, 2, 4)
+
+
+def test_the_number_of_samplers(ray: Any) -> None:
+    config = {
+        "remote_backend": {"sampling_gpus": 3},
+        "actor_rollout_ref": {"model": {"path": "random:micro"}},
+    }
+    transport = RayTransport(config)
+    pids = asyncio.run(transport.pids())
+    assert set(pids) == {"server", "trainer", "sampler-0", "sampler-1", "sampler-2"}
+    asyncio.run(transport.shutdown())
+    with pytest.raises(ConfigError, match="samplers must be at least 1, found 0"):
+        RayTransport(options(), samplers=0)
 
 
 def test_what_cannot_be(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"remote_backend": {"training_gpus": 4}, "actor_rollout_ref": {}}
-    with pytest.raises(
-        ConfigError, match="training_gpus is 4: the embedded server has one trainer"
-    ):
-        RayTransport(config)
+    for key in ("training_gpus", "sampling_tp_size"):
+        config = {"remote_backend": {key: 4}, "actor_rollout_ref": {}}
+        with pytest.raises(ConfigError, match=f"{key} is 4: the embedded server has one trainer"):
+            RayTransport(config)
     with pytest.raises(ConfigError, match="no handle of a RayTransport"):
         RayTransport.from_handle({"transport": "http"})
     monkeypatch.setattr(ray.state, "initialized", False)

@@ -23,6 +23,7 @@ from arctic_rl_c.local.model import (
 from arctic_rl_c.local.options import ModelOptions, SamplerOptions
 from arctic_rl_c.local.prefix_cache import PrefixCache
 from arctic_rl_c.local.residency import Residency
+from arctic_rl_c.local.routing import as_prompts
 from arctic_rl_c.local.sampling import SamplingParams
 from arctic_rl_c.local.weights import WeightSink
 
@@ -84,6 +85,7 @@ class Sampler:
         self,
         prompts: str | Sequence[Any],
         sampling_params: Mapping[str, Any] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> dict[str, Any]:
         """Generate responses.
 
@@ -91,6 +93,8 @@ class Sampler:
             prompts: One prompt or a list of them, each a text or a list of token ids. Ids are
                 used as they are.
             sampling_params: See `SamplingParams`.
+            numbers: Each prompt's place in the request that these are a share of. With a `seed`
+                a prompt's samples depend on its place, and not on who makes them.
 
         Returns:
             `{"results": [...]}` with one dict a prompt: `text, token_ids, finish_reason,
@@ -107,12 +111,14 @@ class Sampler:
         self._residency.require_ready()
         self._sink.check()
         params = SamplingParams.from_mapping(sampling_params)
-        requests = [self._prompt_ids(i, p) for i, p in enumerate(_as_list(prompts))]
+        listed = as_prompts(prompts)
+        places = range(len(listed)) if numbers is None else numbers
+        requests = [self._prompt_ids(i, p) for i, p in zip(places, listed, strict=True)]
         base = params.seed
         if base is None:
             base = int(torch.randint(0, 1 << 62, (1,), generator=self._seeds))
         samples = []
-        for number, ids in enumerate(requests):
+        for number, ids in zip(places, requests, strict=True):
             room = self._max_len - len(ids)
             limit = room if params.max_tokens is None else min(room, params.max_tokens)
             for draw in range(params.n):
@@ -249,16 +255,6 @@ class Sampler:
     def close(self) -> None:
         """End what is open. Idempotent."""
         self._sink.close()
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(p, int) for p in listed):
-        return [listed]
-    return listed
 
 
 def _mix(seed: int, number: int, draw: int) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded server: an Arctic server's ops over one trainer and one sampler.
+"""The embedded server: an Arctic server's ops over one trainer and its samplers.
 
-It knows the two roles only as things that take an op's name and give a future, so the same
+It knows the roles only as things that take an op's name and give a future, so the same
 server runs over child processes, over actors, and behind an HTTP front end.
 """
 
@@ -10,11 +10,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from arctic_rl_c import PeerLostError, WeightSyncError
+from arctic_rl_c.local.routing import Router, as_keys, as_prompts, merge_answers, sequences_of
+
+_T = TypeVar("_T")
 
 #: How long the other side of a failed transfer may take to notice by itself.
 _INTERRUPT_SECONDS = 0.25
@@ -35,24 +39,27 @@ class Role(Protocol):
 
 
 class EmbeddedServer:
-    """Ops over a trainer and a sampler.
+    """Ops over a trainer and one sampler, or several.
 
     Ops of different roles run at the same time; those of one role one after another. No
     method blocks the event loop, and methods may be called from several loops.
 
     Args:
-        trainer, sampler: The roles.
+        trainer, sampler: The roles; of several samplers, which have a `role` each of their own,
+            a sequence.
         cuda_ipc, low_memory: What `sync_weights` does when a call does not say.
         sync_timeout: Seconds for each phase of a sync.
         verify_weights: Compare a digest of all weights on both sides after each sync.
         weight_transport: One transport by name, instead of choosing by the flags.
         colocated: Whether both roles use one device; None lets the sender find out.
+        capacity: Sequences that one of several samplers decodes together; a routing key is
+            bound to its sampler while that has fewer in hand.
     """
 
     def __init__(
         self,
         trainer: Role,
-        sampler: Role,
+        sampler: Role | Sequence[Role],
         *,
         cuda_ipc: bool = False,
         low_memory: bool = False,
@@ -60,8 +67,11 @@ class EmbeddedServer:
         verify_weights: bool = True,
         weight_transport: str | None = None,
         colocated: bool | None = None,
+        capacity: int = 256,
     ) -> None:
-        self._trainer, self._sampler = trainer, sampler
+        self._trainer = trainer
+        self._samplers = tuple(sampler) if isinstance(sampler, Sequence) else (sampler,)
+        self._router = Router(len(self._samplers), capacity)
         self._cuda_ipc, self._low_memory = cuda_ipc, low_memory
         self._sync_timeout, self._verify = sync_timeout, verify_weights
         self._weight_transport, self._colocated = weight_transport, colocated
@@ -114,32 +124,68 @@ class EmbeddedServer:
         Args:
             prompts: As there.
             sampling_params: As there.
-            routing_key: Which replica serves a prompt: one key for all or one a prompt. There
-                is one replica, which serves every key.
-            strict: Wait for the key's replica rather than use another; so always granted.
+            routing_key: Which sampler serves a prompt: one key for all or one a prompt. Equal
+                keys go to one sampler; prompts without a key where the least is in hand.
+            strict: Wait for the key's sampler, also when it has its fill and another has not.
         """
-        if routing_key is not None and not isinstance(routing_key, str):
-            count = len(prompts) if not _is_one_prompt(prompts) else 1
-            if len(routing_key) != count:
-                raise ValueError(f"{len(routing_key)} routing keys for {count} prompts")
+        if len(self._samplers) > 1:
+            return await self._generate_spread(prompts, sampling_params, routing_key, strict)
+        if routing_key is not None:
+            as_keys(routing_key, len(as_prompts(prompts)))
         answer = await self._ask(
-            self._sampler, "generate", prompts=prompts, sampling_params=sampling_params
+            self._samplers[0], "generate", prompts=prompts, sampling_params=sampling_params
         )
         results: list[dict[str, Any]] = answer["results"]
         return results
 
+    async def _generate_spread(
+        self,
+        prompts: str | Sequence[Any],
+        sampling_params: Mapping[str, Any] | None,
+        routing_key: str | Sequence[str | None] | None,
+        strict: bool,
+    ) -> list[dict[str, Any]]:
+        """Give each sampler its share, and put their answers into the order of the prompts."""
+        listed = as_prompts(prompts)
+        keys, sequences = as_keys(routing_key, len(listed)), sequences_of(sampling_params)
+
+        def submit() -> list[tuple[list[int], Future[Any]]]:
+            places = self._router.place(keys, sequences, strict)
+            shares = []
+            # Nothing to generate is still asked for: the parameters are checked, and the state.
+            for index in sorted(set(places)) or [0]:
+                numbers = [number for number, place in enumerate(places) if place == index]
+                future = self._samplers[index].submit(
+                    "generate",
+                    prompts=[listed[number] for number in numbers],
+                    sampling_params=sampling_params,
+                    numbers=numbers,
+                )
+                counted = len(numbers) * sequences
+                future.add_done_callback(partial(self._router.done, index, counted))
+                shares.append((numbers, future))
+            return shares
+
+        shares = await self._after_syncs(submit)
+        answers = await _settle(future for _, future in shares)
+        results: list[dict[str, Any]] = [{}] * len(listed)
+        for (numbers, _), answer in zip(shares, answers, strict=True):
+            for number, result in zip(numbers, answer["results"], strict=True):
+                results[number] = result
+        return results
+
     async def sleep_inference(self, level: int = 1) -> dict[str, Any]:
         """See `Sampler.sleep`."""
-        return {"sampling": await self._ask(self._sampler, "sleep", level=level)}
+        return {"sampling": await self._ask_samplers("sleep", level=level)}
 
     async def wake_inference(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
         """See `Sampler.wake`."""
         wanted = None if tags is None else list(tags)
-        return {"sampling": await self._ask(self._sampler, "wake", tags=wanted)}
+        return {"sampling": await self._ask_samplers("wake", tags=wanted)}
 
     async def reset_prefix_cache(self) -> dict[str, Any]:
         """Forget the states of earlier prompts, once running requests have ended."""
-        return await self._ask(self._sampler, "reset_prefix_cache")
+        return await self._ask_samplers("reset_prefix_cache")
 
     # -- both --------------------------------------------------------------------------------
 
@@ -153,6 +199,9 @@ class EmbeddedServer:
         its prefix cache emptied. Whatever fails, the offer is released and the sampler woken;
         it generates again unless its weights were left torn, which it then says.
 
+        Several samplers pull from one offer. When only some of them got the weights, none
+        generates until a sync has succeeded, and each says why.
+
         Other ops wait for a running sync. A caller that is cancelled stops waiting; the sync
         goes on to its end.
 
@@ -162,8 +211,8 @@ class EmbeddedServer:
 
         Returns:
             `{"status": "ok", "version", "seconds", "verify_seconds", "digest"?, "sender",
-            "receiver"}`, the last two being each side's statistics. `seconds` leaves out the
-            verification.
+            "receiver"}`, the last two being each side's statistics; with several samplers
+            also `receivers`, of all of them. `seconds` leaves out the verification.
         """
         ipc = self._cuda_ipc if cuda_ipc is None else cuda_ipc
         # The stored low_memory belongs to the stored cuda_ipc: a call without it has neither.
@@ -192,18 +241,14 @@ class EmbeddedServer:
         return result
 
     async def weights_digests(self) -> dict[str, str]:
-        """SHA-256 over all weights, of both roles."""
-        trainer, sampler = await asyncio.gather(
-            self._ask(self._trainer, "weights_digest"), self._ask(self._sampler, "weights_digest")
-        )
-        return {"trainer": trainer["digest"], "sampler": sampler["digest"]}
+        """SHA-256 over all weights, by role: `trainer` and `sampler`, or each sampler's own."""
+        answers = await asyncio.gather(*(self._ask(r, "weights_digest") for r in self._everyone()))
+        return {n: str(a["digest"]) for n, a in zip(self._names(), answers, strict=True)}
 
     async def describe(self) -> dict[str, Any]:
-        """Facts about both roles."""
-        trainer, sampler = await asyncio.gather(
-            self._ask(self._trainer, "describe"), self._ask(self._sampler, "describe")
-        )
-        return {"trainer": trainer, "sampler": sampler}
+        """Facts about each role, by the names that `weights_digests` has."""
+        answers = await asyncio.gather(*(self._ask(role, "describe") for role in self._everyone()))
+        return dict(zip(self._names(), answers, strict=True))
 
     async def measure_peak_flops(self) -> float:
         """See `Trainer.measure_peak_flops`."""
@@ -215,18 +260,34 @@ class EmbeddedServer:
             self._closed = True
         self._sync_thread.shutdown()
 
+    def _everyone(self) -> tuple[Role, ...]:
+        return (self._trainer, *self._samplers)
+
+    def _names(self) -> list[str]:
+        several = len(self._samplers) > 1
+        return ["trainer", *(s.role if several else "sampler" for s in self._samplers)]
+
     async def _ask(self, role: Role, op: str, **arguments: Any) -> dict[str, Any]:
+        future = await self._after_syncs(lambda: role.submit(op, **arguments))
+        result: dict[str, Any] = await asyncio.wrap_future(future)
+        return result
+
+    async def _ask_samplers(self, op: str, **arguments: Any) -> dict[str, Any]:
+        """An op that concerns every sampler. It has ended on all of them when this returns."""
+        futures = await self._after_syncs(
+            lambda: [sampler.submit(op, **arguments) for sampler in self._samplers]
+        )
+        return merge_answers(await _settle(futures))
+
+    async def _after_syncs(self, submit: Callable[[], _T]) -> _T:
         # Between its steps a sync has the sampler half awake and the weights on offer. What is
         # handed to a role before a sync begins is done before the sync's own first step.
         while True:
             with self._lock:
                 sync = next(iter(self._syncs), None)
                 if sync is None:
-                    future = role.submit(op, **arguments)
-                    break
+                    return submit()
             await asyncio.wrap_future(sync)
-        result: dict[str, Any] = await asyncio.wrap_future(future)
-        return result
 
     def _sync(self, cuda_ipc: bool, low_memory: bool) -> dict[str, Any]:
         """The sequence of a sync, on its own thread."""
@@ -236,59 +297,94 @@ class EmbeddedServer:
             self._recover()
             raise
         begin = time.perf_counter()
-        self._do(self._trainer, "release_weights")
-        self._do(self._sampler, "wake", tags=["kv_cache"])
-        self._do(self._sampler, "reset_prefix_cache")
+        self._do([self._trainer], "release_weights")
+        self._do(self._samplers, "wake", tags=["kv_cache"])
+        self._do(self._samplers, "reset_prefix_cache")
         result["seconds"] += time.perf_counter() - begin
         return result
 
     def _transfer(self, cuda_ipc: bool, low_memory: bool) -> dict[str, Any]:
         begin, timeout = time.perf_counter(), self._sync_timeout
-        self._do(self._sampler, "wake", tags=["weights"])
-        offer = self._do(
-            self._trainer,
+        self._do(self._samplers, "wake", tags=["weights"])
+        several = {"receivers": len(self._samplers)} if len(self._samplers) > 1 else {}
+        [offer] = self._do(
+            [self._trainer],
             "offer_weights",
             cuda_ipc=cuda_ipc,
             low_memory=low_memory,
             transport=self._weight_transport,
             colocated=self._colocated,
             timeout=timeout,
+            **several,
         )
         serving = self._trainer.submit("serve_weights", timeout=timeout)
-        pulling = self._sampler.submit("pull_weights", offer=offer["offer"], timeout=timeout)
-        done, _ = wait((serving, pulling), return_when=FIRST_EXCEPTION)
-        failed = [f for f in done if f.exception() is not None]
-        if failed:
-            # The side that failed first knows why. The other may wait for it to the deadline,
-            # or not have begun to: then it has to be told again.
-            while wait((serving, pulling), timeout=_INTERRUPT_SECONDS).not_done:
-                self._trainer.interrupt("serve_weights")
-                self._sampler.interrupt("pull_weights")
-            raise failed[0].exception()  # type: ignore[misc]
+        pulls = [
+            sampler.submit("pull_weights", offer=offer["offer"], timeout=timeout)
+            for sampler in self._samplers
+        ]
+        first = self._finish(serving, pulls)
+        if first is not None:
+            self._refuse_mixture(pulls, offer["version"])
+            raise first
         result = {
             "status": "ok",
             "version": offer["version"],
             "seconds": time.perf_counter() - begin,
             "verify_seconds": 0.0,
             "sender": serving.result(),
-            "receiver": pulling.result(),
+            "receiver": pulls[0].result(),
         }
+        if several:
+            result["receivers"] = [pulling.result() for pulling in pulls]
         if self._verify:
             begin = time.perf_counter()
             result["digest"] = self._verify_digests()
             result["verify_seconds"] = time.perf_counter() - begin
         return result
 
+    def _finish(self, serving: Future[Any], pulls: Sequence[Future[Any]]) -> BaseException | None:
+        """Wait for both sides of a transfer to end; what broke it, if anything did."""
+        every = (serving, *pulls)
+        done, _ = wait(every, return_when=FIRST_EXCEPTION)
+        failed = [future for future in every if future in done and future.exception() is not None]
+        if not failed:
+            return None
+        # The side that failed first knows why. The others may wait for it to the deadline,
+        # or not have begun to: then they have to be told again.
+        while pending := wait(every, timeout=_INTERRUPT_SECONDS).not_done:
+            if serving in pending:
+                self._trainer.interrupt("serve_weights")
+            for sampler, pulling in zip(self._samplers, pulls, strict=True):
+                if pulling in pending:
+                    sampler.interrupt("pull_weights")
+        # But where a role's process is gone, that is the reason, and all else its consequence.
+        errors = [future.exception() for future in every]
+        gone = next((error for error in errors if hasattr(error, "role")), None)
+        return failed[0].exception() if gone is None else gone
+
+    def _refuse_mixture(self, pulls: Sequence[Future[Any]], version: int) -> None:
+        """When some samplers have the new weights and some have not, let none generate."""
+        whole = {s.role: p.exception() is None for s, p in zip(self._samplers, pulls, strict=True)}
+        if len(set(whole.values())) == 1:
+            return
+        having, lacking = ([r for r, had in whole.items() if had is kind] for kind in (True, False))
+        reason = (
+            f"the weight sync to version {version} reached {', '.join(having)} and not "
+            f"{', '.join(lacking)}"
+        )
+        wait([sampler.submit("mark_torn", reason=reason) for sampler in self._samplers])
+
     def _verify_digests(self) -> str:
-        futures = [role.submit("weights_digest") for role in (self._trainer, self._sampler)]
-        wanted, found = (str(f.result()["digest"]) for f in futures)
-        if wanted != found:
-            reason = (
-                f"after a sync the sampler's weights have the digest {found[:16]}, the "
-                f"trainer's {wanted[:16]}"
-            )
-            self._do(self._sampler, "mark_torn", reason=reason)
-            raise WeightSyncError(reason)
+        futures = [role.submit("weights_digest") for role in self._everyone()]
+        wanted, *found = (str(future.result()["digest"]) for future in futures)
+        for sampler, digest in zip(self._samplers, found, strict=True):
+            if wanted != digest:
+                reason = (
+                    f"after a sync the {sampler.role}'s weights have the digest {digest[:16]}, "
+                    f"the trainer's {wanted[:16]}"
+                )
+                self._do(self._samplers, "mark_torn", reason=reason)
+                raise WeightSyncError(reason)
         return wanted
 
     def _recover(self) -> None:
@@ -296,18 +392,25 @@ class EmbeddedServer:
 
         A role that is gone cannot be helped; the error on its way says so.
         """
-        for role, op in (
-            (self._trainer, "release_weights"),
-            (self._sampler, "wake"),
-            (self._sampler, "reset_prefix_cache"),
+        for roles, op in (
+            ((self._trainer,), "release_weights"),
+            (self._samplers, "wake"),
+            (self._samplers, "reset_prefix_cache"),
         ):
-            role.submit(op).exception()  # waits; the first error wins
+            wait([role.submit(op) for role in roles])  # the first error wins
 
-    def _do(self, role: Role, op: str, **arguments: Any) -> Any:
-        return role.submit(op, **arguments).result()
+    def _do(self, roles: Sequence[Role], op: str, **arguments: Any) -> list[Any]:
+        """Have all these roles do it; raises what the first of them raised, when all ended."""
+        futures = [role.submit(op, **arguments) for role in roles]
+        wait(futures)
+        return [future.result() for future in futures]
 
 
-def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (
-        len(prompts) > 0 and all(isinstance(p, int) for p in prompts)
-    )
+async def _settle(futures: Iterable[Future[Any]]) -> list[Any]:
+    """The results of all, when all have ended; raises what the first of them raised."""
+    waiting = [asyncio.wrap_future(future) for future in futures]
+    answers = await asyncio.gather(*waiting, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers

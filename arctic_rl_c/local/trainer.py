@@ -426,6 +426,7 @@ class Trainer:
         transport: str | None = None,
         colocated: bool | None = None,
         timeout: float,
+        receivers: int = 1,
     ) -> dict[str, Any]:
         """Offer all weights as they are now; see `WeightSender`.
 
@@ -438,6 +439,7 @@ class Trainer:
             transport=transport,
             colocated=colocated,
             timeout=timeout,
+            receivers=receivers,
         )
         return {"offer": offer, "version": self._source.version}
 

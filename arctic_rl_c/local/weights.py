@@ -43,9 +43,10 @@ class WeightSource:
         transport: str | None,
         colocated: bool | None,
         timeout: float,
+        receivers: int = 1,
     ) -> bytes:
         """Offer the parameters as they are now; see `WeightSender`."""
-        wanted = (cuda_ipc, low_memory, transport, colocated)
+        wanted = (cuda_ipc, low_memory, transport, colocated, receivers)
         if self._sender is None or self._built_with != wanted:
             self.close()
             self._sender = WeightSender(
@@ -54,6 +55,7 @@ class WeightSource:
                 low_memory=low_memory,
                 transport=transport,
                 colocated=colocated,
+                receivers=receivers,
                 keep_mapped=_on_gpu(self._model),
             )
             self._built_with = wanted

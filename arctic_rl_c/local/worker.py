@@ -32,7 +32,7 @@ INTERRUPT = signal.SIGUSR1
 _GRACE_SECONDS = 2.0
 
 
-class _Interruption:
+class Interruption:
     """Lets the parent break off an op that waits for somebody who will not come.
 
     The parent's signal raises in the main thread, which runs the ops; outside an op that
@@ -168,7 +168,7 @@ def serve(sock: socket.socket) -> None:
     request: Any
     work: Any
     answer: Any
-    interruption = _Interruption()
+    interruption = Interruption()
     signal.signal(INTERRUPT, interruption.raise_if_allowed)
     try:
         while (request := connection.requests.get()) is not None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from arctic_rl_c import ClosedError, ConfigError, TransportUnavailableError
+from arctic_rl_c import ClosedError, ConfigError, PeerLostError, TransportUnavailableError
 from arctic_rl_c.local.options import LocalOptions, as_dict
 from arctic_rl_c.local.remote_errors import rebuild_error
+from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.ray_actors import ServerActor, lost
 from arctic_rl_c.transports.ray_data import pack, unpack
+from arctic_rl_c.transports.ray_watch import identify
 
 #: Ops of the server that may wait side by side.
 _CONCURRENCY = 4096
@@ -20,10 +23,11 @@ _CLOSE_SECONDS = 15.0
 
 
 class RayTransport:
-    """Trainer and sampler as Ray actors.
+    """A trainer and its samplers as Ray actors.
 
     Who constructs it owns the actors: they end with `shutdown()`, and with the process (driver or
-    actor) that constructed it. `from_handle` attaches from any other process of the cluster.
+    actor) that constructed it, however that ends. `from_handle` attaches from any other process
+    of the cluster.
 
     The roles use no CPU slots of the cluster, so they never wait for a placement that the
     trainer in front of them holds. Where the cluster has GPUs they take theirs: one together when
@@ -32,6 +36,8 @@ class RayTransport:
     Args:
         options: A `LocalOptions`, or a normalised main config to derive them from.
         colocate: Both roles on one GPU; None takes the config's, else True.
+        samplers: How many samplers share the prompts; None takes the config's
+            `remote_backend.sampling_gpus`, else 1.
 
     Raises:
         TransportUnavailableError: Ray is not installed, or no cluster is connected.
@@ -46,7 +52,11 @@ class RayTransport:
     server_limits = False
 
     def __init__(
-        self, options: LocalOptions | Mapping[str, Any], *, colocate: bool | None = None
+        self,
+        options: LocalOptions | Mapping[str, Any],
+        *,
+        colocate: bool | None = None,
+        samplers: int | None = None,
     ) -> None:
         ray = _connected_ray()
         gpus = ray.cluster_resources().get("GPU", 0)
@@ -55,30 +65,45 @@ class RayTransport:
             if colocate is None:
                 colocate = bool(backend.get("colocate", True))
             _check_counts(backend)
+            if samplers is None:
+                samplers = int(backend.get("sampling_gpus") or 1)
             options = LocalOptions.from_config(options, device="cuda" if gpus else "cpu")
         for model in (options.trainer_model, options.sampler_model):
             model.check()
+        samplers = 1 if samplers is None else samplers
+        if samplers < 1:
+            raise ConfigError(f"samplers must be at least 1, found {samplers}")
         colocated = True if colocate is None else colocate
         on_gpu = options.trainer_model.device.startswith("cuda")
-        resources, self._placement = _resources(ray, colocated, gpus if on_gpu else 0)
+        resources, self._placement = _resources(ray, colocated, samplers, gpus if on_gpu else 0)
         self.owner = True
         self.serves_reference = options.trainer.reference
         self._closed = False
         remote = ray.remote(ServerActor)
+        # On the node of its roles, so that it can signal them.
+        here = resources[0]["scheduling_strategy"]
         self._server = remote.options(
-            num_cpus=0, max_concurrency=_CONCURRENCY, **_same_node(ray)
-        ).remote(as_dict(options), resources, colocated)
+            num_cpus=0, max_concurrency=_CONCURRENCY, scheduling_strategy=here
+        ).remote(as_dict(options), resources, colocated, identify())
+        self._client = _new_client()
 
     @classmethod
     def from_handle(cls, handle: Mapping[str, Any]) -> RayTransport:
         """Attach to what `reconnect_handle` describes. What is attached never ends the server."""
         if handle.get("transport") != cls.name or "server" not in handle:
             raise ConfigError(f"this is no handle of a {cls.__name__}: {sorted(handle)}")
-        _connected_ray()
+        found = _cluster(_connected_ray())
+        if handle["cluster"] != found:
+            error = PeerLostError(
+                f"this handle is of the Ray cluster {handle['cluster']}, and this process is in "
+                f"{found}: its server ended with its cluster. Take the handle of one that runs"
+            )
+            raise complete(error, "ARL_ERR_PEER_LOST", "from_handle")
         self = cls.__new__(cls)
         self.owner = False
         self.serves_reference = bool(handle["serves_reference"])
         self._server, self._closed, self._placement = handle["server"], False, None
+        self._client = _new_client()
         return self
 
     # -- ops -----------------------------------------------------------------------------------
@@ -164,7 +189,10 @@ class RayTransport:
         return result
 
     async def pids(self) -> dict[str, int]:
-        """Process ids of `server`, `trainer` and `sampler`, once both have loaded their models."""
+        """Process ids of `server`, `trainer` and `sampler`, once all have loaded their models.
+
+        Several samplers are `sampler-0`, `sampler-1` and so on.
+        """
         try:
             return dict(await self._server.facts.remote())
         except Exception as error:
@@ -189,6 +217,7 @@ class RayTransport:
         return {
             "transport": self.name,
             "server": self._server,
+            "cluster": _cluster(_connected_ray()),
             "serves_reference": self.serves_reference,
         }
 
@@ -214,7 +243,7 @@ class RayTransport:
     async def _call(self, op: str, **arguments: Any) -> Any:
         self._check_open(op)
         try:
-            answer = await self._server.call.remote(op, arguments)
+            answer = await self._server.call.remote(op, arguments, self._client)
         except Exception as error:
             raise lost("server", op, error) from error
         if "error" in answer:
@@ -241,14 +270,23 @@ def _connected_ray() -> Any:
 
 
 def _check_counts(backend: Mapping[str, Any]) -> None:
-    for key in ("training_gpus", "sampling_gpus", "sampling_tp_size"):
+    for key in ("training_gpus", "sampling_tp_size"):
         count = int(backend.get(key) or 1)
         if count > 1:
             raise ConfigError(
-                f"remote_backend.{key} is {count}: the embedded server has one trainer and one "
-                "sampler, each on one device; set it to 1, or use a full server through "
+                f"remote_backend.{key} is {count}: the embedded server has one trainer, and each "
+                "of its samplers is on one device; set it to 1, or use a full server through "
                 "remote_backend.comms.protocol=http"
             )
+
+
+def _cluster(ray: Any) -> str:
+    """What tells this cluster from all others, also from a later one at the same address."""
+    return str(ray.get_runtime_context().get_session_name())
+
+
+def _new_client() -> dict[str, Any]:
+    return {"id": uuid.uuid4().hex, "identity": identify()}
 
 
 def _same_node(ray: Any) -> dict[str, Any]:
@@ -260,28 +298,37 @@ def _same_node(ray: Any) -> dict[str, Any]:
 
 
 def _resources(
-    ray: Any, colocated: bool, gpus: float
-) -> tuple[dict[str, dict[str, Any]], Any | None]:
-    """Options of both role actors, and the placement group that they live in, if any."""
+    ray: Any, colocated: bool, samplers: int, gpus: float
+) -> tuple[list[dict[str, Any]], Any | None]:
+    """Options of the trainer's actor and each sampler's, and their placement group, if any."""
     if not gpus:
-        both = {"num_cpus": 0, **_same_node(ray)}
-        return {"trainer": both, "sampler": both}, None
+        return [{"num_cpus": 0, **_same_node(ray)}] * (1 + samplers), None
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    count = 1 if colocated else 2
+    if colocated and samplers > 1:
+        # One GPU is what colocated roles share; weights reach no others without NCCL, which
+        # cannot place two ranks on that one.
+        raise ConfigError(
+            f"{samplers} samplers on GPUs need one each, and one for the trainer: set "
+            "remote_backend.colocate=False, or remote_backend.sampling_gpus=1"
+        )
+    count = 1 if colocated else 1 + samplers
     if gpus < count:
         raise ConfigError(
-            f"the cluster has {gpus:g} GPU and remote_backend.colocate=False needs {count}"
+            f"the cluster has {gpus:g} GPU and remote_backend.colocate={colocated} with "
+            f"{samplers} sampler(s) needs {count}"
         )
     group = ray.util.placement_group([{"GPU": 1}] * count, strategy="STRICT_PACK")
-    options = {}
-    for index, role in enumerate(("trainer", "sampler")):
+    options = []
+    for index in range(1 + samplers):
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=0 if colocated else index
         )
-        options[role] = {
-            "num_cpus": 0,
-            "num_gpus": 0.5 if colocated else 1,
-            "scheduling_strategy": strategy,
-        }
+        options.append(
+            {
+                "num_cpus": 0,
+                "num_gpus": 0.5 if colocated else 1,
+                "scheduling_strategy": strategy,
+            }
+        )
     return options, group

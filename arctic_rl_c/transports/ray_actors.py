@@ -2,22 +2,31 @@
 """The embedded server as Ray actors: one for each role, and one in front that orders their ops.
 
 The actor in front is what other processes attach to. It creates the roles and so owns them: they
-end with it, and it ends with whoever created it. It holds no model and does nothing slow.
+end with it, and it ends with whoever created it. Ray sees to that, and so do they themselves.
+It holds no model and does nothing slow.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from arctic_rl_c import PeerLostError
 from arctic_rl_c.local.remote_errors import describe_error, rebuild_error
 from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.ray_data import pack, unpack
+from arctic_rl_c.transports.ray_turn import TrainingTurn
+from arctic_rl_c.transports.ray_watch import Process, identify, leave_with
 
+#: How long a running op may go on after the owner has gone, so that it can clean up.
+_GRACE_SECONDS = 2.0
 #: Ops of the server that others may call.
 SERVER_OPS = frozenset(
     {
@@ -37,18 +46,47 @@ SERVER_OPS = frozenset(
     }
 )
 
+#: What Ray raises when an actor, or what it needs, is no longer there.
+_GONE = (
+    "RayActorError",
+    "ActorPlacementGroupRemoved",
+    "ActorUnschedulableError",
+    "LocalRayletDiedError",
+    "OwnerDiedError",
+)
+_REMEDY = (
+    "No actor is started again, as its weights are gone: end this transport, start a new one in "
+    "the process that owns it, and load the last checkpoint"
+)
+
 
 class RoleActor:
-    """A trainer or sampler in a Ray worker process; see `arctic_rl_c.local.worker`."""
+    """A trainer or sampler in a Ray worker process; see `arctic_rl_c.local.worker`.
 
-    def __init__(self, role: str, options: Mapping[str, Any]) -> None:
+    Args:
+        role: `trainer` or `sampler`.
+        options: `{"model": {...}, "options": {...}}`, see `arctic_rl_c.local.options`.
+        owner: Identity of the process that this one ends with.
+    """
+
+    def __init__(self, role: str, options: Mapping[str, Any], owner: Mapping[str, Any]) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models come from disk
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # Roles take turns on the same cores: threads that spin take the other's time.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from arctic_rl_c.local.worker import build_role
+        from arctic_rl_c.local.worker import INTERRUPT, Interruption, build_role
 
+        self._busy = threading.Lock()
+        self._role: Any = None
         self._failed: dict[str, Any] | None = None
+        self._interruption = Interruption()
+        # Ray runs the ops of an actor like this one on the main thread, where Python runs the
+        # handlers of signals.
+        self._main = threading.current_thread()
+        self._interruptible = self._main is threading.main_thread()
+        if self._interruptible:
+            signal.signal(INTERRUPT, self._interruption.raise_if_allowed)
+        leave_with(owner, self._leave)
         try:
             self._role = build_role(role, options)
         except Exception as error:
@@ -65,30 +103,51 @@ class RoleActor:
             given = (
                 dict(arguments) if payload is None else {**arguments, "payload": unpack(payload)}
             )
-            return {"result": pack(run_op(self._role, op, given))}
+            with self._busy:
+                result = self._interruption.run(
+                    op in self._role.INTERRUPTIBLE, partial(run_op, self._role, op, given)
+                )
+            return {"result": pack(result)}
         except Exception as error:
             return {"error": describe_error(error)}
 
     def close(self) -> None:
         """Give back what the role holds outside its process."""
-        if self._failed is None:
-            self._role.close()
+        with self._busy:
+            if self._role is not None:
+                self._role.close()
 
-    def pid(self) -> int:
-        """The process that this is."""
-        return os.getpid()
+    def identity(self) -> dict[str, Any]:
+        """The process that this is, and whether `RayRole.interrupt` may signal it."""
+        return {**identify(), "interruptible": self._interruptible}
+
+    def _leave(self) -> None:
+        """End this process, after the role has given back what it holds, if that is soon."""
+        from arctic_rl_c.local.worker import INTERRUPT
+
+        timer = threading.Timer(_GRACE_SECONDS, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+        if self._interruptible and self._main.ident is not None:
+            signal.pthread_kill(self._main.ident, INTERRUPT)
+        with contextlib.suppress(Exception):
+            self.close()
+        os._exit(1)
 
 
 class RayRole:
     """A `Role` (see `arctic_rl_c.local.server`) that is a Ray actor.
 
     Args:
-        role: `trainer` or `sampler`.
+        role: Its name in what is said of it: `trainer`, `sampler`, or `sampler-0` and so on.
         actor: Handle of a `RoleActor`.
     """
 
     def __init__(self, role: str, actor: Any) -> None:
         self.role, self.actor = role, actor
+        self._process: Process | None = None
+        # The first of its calls: known before any op has begun.
+        actor.identity.remote().future().add_done_callback(self._identified)
 
     def submit(self, op: str, **arguments: Any) -> Future[Any]:
         """Ask for an op. A `payload` is an object reference in a list, and goes on as it is."""
@@ -102,7 +161,19 @@ class RayRole:
         return outcome
 
     def interrupt(self, op: str) -> None:
-        """Do nothing: an actor's op ends by its own deadline."""
+        """Break off `op` if that is what the role waits in, with a signal to its process.
+
+        Both run on one node. Between two PID namespaces nothing is sent, and the op ends by its
+        own deadline.
+        """
+        from arctic_rl_c.local.worker import INTERRUPT
+
+        if self._process is not None:
+            self._process.send(INTERRUPT)
+
+    def _identified(self, done: Future[Any]) -> None:
+        if done.exception() is None and done.result()["interruptible"]:
+            self._process = Process(done.result())
 
     def _finish(self, done: Future[Any], op: str, outcome: Future[Any]) -> None:
         error = done.exception()
@@ -117,65 +188,74 @@ class RayRole:
 
 
 class ServerActor:
-    """The embedded server, in front of its two roles.
+    """The embedded server, in front of its roles.
 
     Args:
         options: `LocalOptions` as a dict of dicts.
-        resources: By role, what `ray.remote(...).options` is given.
-        colocated: Whether both roles use one device.
+        resources: For each role, the trainer first, what `ray.remote(...).options` is given.
+        colocated: Whether the roles use one device.
+        owner: Identity of the process that this one ends with.
     """
 
     def __init__(
         self,
         options: Mapping[str, Any],
-        resources: Mapping[str, Mapping[str, Any]],
+        resources: Sequence[Mapping[str, Any]],
         colocated: bool,
+        owner: Mapping[str, Any],
     ) -> None:
-        import ray
-
         from arctic_rl_c.local.server import EmbeddedServer
 
-        remote = ray.remote(RoleActor)
-        roles = []
-        for role in ("trainer", "sampler"):
-            actor = remote.options(**resources[role]).remote(
-                role, {"model": options[f"{role}_model"], "options": options[role]}
-            )
-            roles.append(RayRole(role, actor))
-        self._roles = roles
+        # Its roles end by themselves: there is nothing to give back here.
+        leave_with(owner, partial(os._exit, 1))
+        self._roles = [_start_role(options, resources, index) for index in range(len(resources))]
+        self._turn = TrainingTurn()
         self._server = EmbeddedServer(
-            *roles,
+            self._roles[0],
+            self._roles[1:],
             cuda_ipc=options["cuda_ipc"],
             low_memory=options["low_memory"],
             sync_timeout=options["sync_timeout"],
             verify_weights=options["verify_weights"],
             weight_transport=options["weight_transport"],
             colocated=colocated,
+            capacity=options["sampler"]["max_num_seqs"],
         )
-        self._serves_reference = bool(options["trainer"]["reference"])
 
-    async def call(self, op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one of `SERVER_OPS`: `{"result"}` or `{"error"}`."""
+    async def call(
+        self, op: str, arguments: Mapping[str, Any], client: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Run one of `SERVER_OPS`: `{"result"}` or `{"error"}`.
+
+        Args:
+            op: Its name.
+            arguments: Its keyword arguments.
+            client: `id` of the transport that asks, and `identity` of its process.
+        """
         try:
             if op not in SERVER_OPS:
                 raise ValueError(f"the embedded server has no op {op!r}")
-            return {"result": await getattr(self._server, op)(**arguments)}
+            with self._turn.taken(op, client):
+                result = await getattr(self._server, op)(**arguments)
+            if op == "load_checkpoint":
+                self._turn.loaded(result)
+            return {"result": result}
         except Exception as error:
             return {"error": describe_error(error)}
 
     async def facts(self) -> dict[str, Any]:
-        """Process ids by role; gives an answer when both have loaded their models."""
-        pids = await asyncio.gather(*(role.actor.pid.remote() for role in self._roles))
-        named = {role.role: pid for role, pid in zip(self._roles, pids, strict=True)}
+        """Process ids by role; gives an answer when all have loaded their models."""
+        found = await asyncio.gather(*(role.actor.identity.remote() for role in self._roles))
+        named = {role.role: one["pid"] for role, one in zip(self._roles, found, strict=True)}
         return {"server": os.getpid(), **named}
 
     async def close(self) -> None:
-        """Let both roles give back what they hold, and end them."""
+        """Let the roles give back what they hold, and end them."""
         import ray
 
         await asyncio.to_thread(self._server.close)
         closing = (role.actor.close.remote() for role in self._roles)
-        # A role that is dead or stuck does not keep the other from ending.
+        # A role that is dead or stuck does not keep the others from ending.
         await asyncio.wait([asyncio.ensure_future(_settled(ref)) for ref in closing], timeout=5.0)
         for role in self._roles:
             ray.kill(role.actor)
@@ -188,13 +268,36 @@ async def _settled(reference: Any) -> None:
         return
 
 
+def _start_role(
+    options: Mapping[str, Any], resources: Sequence[Mapping[str, Any]], index: int
+) -> RayRole:
+    """The trainer (index 0) or one of the samplers."""
+    import ray
+
+    kind = "trainer" if index == 0 else "sampler"
+    own = dict(options[kind])
+    if kind == "sampler":
+        # Samplers that draw alike would give two halves of a group the same responses.
+        own["seed"] += index - 1
+    name = kind if index == 0 or len(resources) == 2 else f"sampler-{index - 1}"
+    actor = (
+        ray.remote(RoleActor)
+        .options(**resources[index])
+        .remote(kind, {"model": options[f"{kind}_model"], "options": own}, identify())
+    )
+    return RayRole(name, actor)
+
+
 def lost(role: str, op: str, error: BaseException) -> Exception:
     """What a failed call of an actor means, as an exception of this package."""
     import ray
 
-    if not isinstance(error, ray.exceptions.RayActorError):
+    gone = [getattr(ray.exceptions, name, None) for name in _GONE]
+    if not isinstance(error, tuple(cls for cls in gone if cls is not None)):
         return error if isinstance(error, Exception) else RuntimeError(repr(error))
-    found = PeerLostError(f"the {role} (a Ray actor) died during {op!r}: {str(error).strip()}")
+    found = PeerLostError(
+        f"the {role} (a Ray actor) died during {op!r}: {str(error).strip()}\n{_REMEDY}"
+    )
     complete(found, "ARL_ERR_PEER_LOST", op)
     found.role = role  # type: ignore[attr-defined]
     found.__cause__ = error

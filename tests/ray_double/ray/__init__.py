@@ -18,6 +18,7 @@ from ray import exceptions, util
 __all__ = ["exceptions", "util"]
 
 state = SimpleNamespace(initialized=True, resources={"CPU": 2.0}, actors=[], objects={}, options=[])
+state.session = "session-0"
 
 
 def is_initialized():
@@ -29,7 +30,7 @@ def cluster_resources():
 
 
 def get_runtime_context():
-    return SimpleNamespace(get_node_id=lambda: "node-0")
+    return SimpleNamespace(get_node_id=lambda: "node-0", get_session_name=lambda: state.session)
 
 
 class ObjectRef:
