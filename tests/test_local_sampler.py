@@ -188,6 +188,16 @@ def test_a_seed_repeats_however_it_is_batched(sampler: Sampler) -> None:
     assert tokens(sampler, PROMPTS, temperature=1.0, seed=12) != wanted
 
 
+def test_a_share_of_a_request_is_made_as_in_the_whole(sampler: Sampler) -> None:
+    params = {"max_tokens": 12, "temperature": 1.0, "seed": 11}
+    whole = sampler.generate([[4, 5]] * 4, params)["results"]
+    share = sampler.generate([[4, 5]] * 2, params, numbers=[3, 1])["results"]
+    assert [r["token_ids"] for r in share] == [whole[3]["token_ids"], whole[1]["token_ids"]]
+    assert whole[0]["token_ids"] != whole[1]["token_ids"]
+    with pytest.raises(ValueError, match="prompt 5 is empty"):
+        sampler.generate([[]], params, numbers=[5])
+
+
 def test_without_a_seed_the_engine_repeats() -> None:
     first, second = new_sampler(seed=1), new_sampler(seed=1)
     runs = [tokens(first, PROMPTS, temperature=1.0) for _ in range(2)]

@@ -186,14 +186,9 @@ def test_several_samplers(ray: Any) -> None:
         )
         assert all(item["prefix_cache_len"] for item in items)
         assert await transport.generate([], {"max_tokens": 1}) == []
-        # With a seed a sample depends on its place, not on the sampler that makes it.
-        prompts = [[4, 13, 5]] * 6
-        params = {"max_tokens": 4, "seed": 11, "temperature": 1.0}
-        spread = await transport.generate(prompts, params)
-        bound = await transport.generate(prompts, params, routing_key="one", strict=True)
-        assert [i["token_ids"] for i in spread] == [i["token_ids"] for i in bound]
         with pytest.raises(ValueError, match="prompt 1 is empty"):
             await transport.generate([[4], []], {"max_tokens": 1})
+        assert (await transport.reset_prefix_cache())["entries"] > 0
         slept = await transport.sleep_inference(1)
         assert slept["sampling"] == {"status": "sleeping", "level": 1, "workers": 2}
         with pytest.raises(RuntimeError, match="Model is sleeping"):
@@ -201,7 +196,6 @@ def test_several_samplers(ray: Any) -> None:
         woken = await transport.wake_inference(["weights"])
         assert woken["sampling"] == {"status": "weights_ready", "workers": 2}
         assert (await transport.wake_inference())["sampling"]["status"] == "ready"
-        assert (await transport.reset_prefix_cache())["entries"] > 0
         await transport.shutdown()
 
     asyncio.run(work())
