@@ -164,21 +164,22 @@ class BareFront:
 
 def server_actor() -> type:
     """The ray transport's actor in front, with roles that have no model."""
+    from arctic_rl_c.local import worker
     from arctic_rl_c.transports import ray_actors
 
     class NullRoleActor(ray_actors.RoleActor):
         """A role's actor, but for the role."""
 
-        def __init__(self, role: str, options: Mapping[str, Any]) -> None:
-            self._failed, self._role = None, NullRole()
+        def __init__(self, *arguments: Any) -> None:
+            worker.build_role = lambda *_: NullRole()  # in this actor's process alone
+            super().__init__(*arguments)
 
     class NullServerActor(ray_actors.ServerActor):
         """The actor in front, but for its roles."""
 
-        def __init__(self, options: Mapping[str, Any]) -> None:
+        def __init__(self, options: Mapping[str, Any], owner: Mapping[str, Any]) -> None:
             ray_actors.RoleActor = NullRoleActor  # in this actor's process alone
-            resources = {role: {"num_cpus": 0} for role in ("trainer", "sampler")}
-            super().__init__(options, resources, True)
+            super().__init__(options, [{"num_cpus": 0}] * 2, True, owner)
 
     return NullServerActor
 
