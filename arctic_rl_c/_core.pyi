@@ -221,10 +221,19 @@ class WeightSender:
         ring_bytes: int = 0,
         keep_mapped: bool = False,
         device: Any = None,
+        senders: int = 1,
     ) -> Self: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *exc_info: object) -> None: ...
     def close(self) -> None: ...
+    def join(
+        self,
+        offer: Buffer,
+        rank: int,
+        *,
+        timeout: float | None = None,
+        stream: Any = None,
+    ) -> SyncStats: ...
     def live_exports(self) -> int: ...
     def offer(
         self,

@@ -398,6 +398,9 @@ check_header(const wire_header_t *wire, arl_error_t *err)
     if (wire->sender_rank >= wire->senders) {
         return invalid(err, "sender's rank", wire->sender_rank, wire->senders);
     }
+    if (wire->senders > ARL_OFFER_SENDERS_MAX) {
+        return invalid(err, "number of senders", wire->senders, ARL_OFFER_SENDERS_MAX);
+    }
     if (wire->unit.kind > ARL_UNIT_MIG) {
         return invalid(err, "kind of device", wire->unit.kind, ARL_UNIT_MIG);
     }

@@ -21,6 +21,7 @@ enum {
     ARL_OFFER_TENSORS_MAX = 1 << 20,
     ARL_OFFER_ALLOCS_MAX = 1 << 16,
     ARL_OFFER_RECEIVERS_MAX = 4096,
+    ARL_OFFER_SENDERS_MAX = 8,
     ARL_OFFER_BLOB_MAX = 1 << 16,
 };
 
@@ -88,9 +89,9 @@ typedef enum arl_verify {
 typedef struct arl_offer {
     uint32_t transport; /* arl_transport_t.id; 0 is none */
     arl_verify_t verify;
-    uint32_t receivers; /* that the sender waits for */
-    uint32_t senders;   /* that together hold the weights (nccl); 1 otherwise */
-    uint32_t sender_rank;
+    uint32_t receivers;   /* that the sender waits for */
+    uint32_t senders;     /* that share in sending the weights (nccl); 1 otherwise */
+    uint32_t sender_rank; /* of the one that made the offer */
     arl_peer_t sender;
     arl_unit_t unit;                     /* the sender's device, for matching before any work */
     char host[ARL_OFFER_HOST_MAX];       /* for messages */

@@ -38,7 +38,7 @@ read_wish(PyObject *value, const char *name, int *wish_p)
 
 static int
 read_options(weight_sender_t *self, PyObject *const *wishes, PyObject *transport, long receivers,
-             PyObject *timeout, PyObject *verify, long long ring_bytes)
+             long senders, PyObject *timeout, PyObject *verify, long long ring_bytes)
 {
     arl_choice_t *choice = &self->sender.choice;
 
@@ -54,11 +54,17 @@ read_options(weight_sender_t *self, PyObject *const *wishes, PyObject *transport
                      (int)ARL_OFFER_RECEIVERS_MAX, receivers);
         return -1;
     }
+    if (senders < 1 || senders > ARL_OFFER_SENDERS_MAX) {
+        PyErr_Format(PyExc_ValueError, "WeightSender: senders is 1 to %d, not %ld",
+                     (int)ARL_OFFER_SENDERS_MAX, senders);
+        return -1;
+    }
     if (ring_bytes < 0) {
         PyErr_Format(PyExc_ValueError, "WeightSender: ring_bytes is %lld", ring_bytes);
         return -1;
     }
     self->sender.receivers = (uint32_t)receivers;
+    self->sender.senders = (uint32_t)senders;
     self->sender.ring_bytes = ring_bytes;
     self->transport_name = Py_NewRef(transport);
     if (transport != Py_None) {
@@ -109,22 +115,22 @@ place_specifications(arl_params_t *params, PyObject *device)
 static PyObject *
 weight_sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"params",     "cuda_ipc",    "low_memory", "transport",
-                            "receivers",  "colocated",   "timeout",    "verify",
-                            "ring_bytes", "keep_mapped", "device",     NULL};
+    static char *names[] = {"params",    "cuda_ipc", "low_memory", "transport",  "receivers",
+                            "colocated", "timeout",  "verify",     "ring_bytes", "keep_mapped",
+                            "device",    "senders",  NULL};
     PyObject *params, *transport = Py_None, *timeout = NULL, *verify = NULL, *device = Py_None;
     PyObject *wishes[3] = {NULL, NULL, NULL};
-    long receivers = 1;
+    long receivers = 1, senders = 1;
     long long ring_bytes = 0;
     int keep_mapped = 0;
     arl_error_t err = ARL_ERROR_INIT;
     arl_state_t *state = arl_state_from_type(type);
     weight_sender_t *self;
 
-    if (state == NULL ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "O|$OOOlOOOLpO:WeightSender", names, &params,
-                                     &wishes[0], &wishes[1], &transport, &receivers, &wishes[2],
-                                     &timeout, &verify, &ring_bytes, &keep_mapped, &device)) {
+    if (state == NULL || !PyArg_ParseTupleAndKeywords(
+                             args, kwargs, "O|$OOOlOOOLpOl:WeightSender", names, &params,
+                             &wishes[0], &wishes[1], &transport, &receivers, &wishes[2], &timeout,
+                             &verify, &ring_bytes, &keep_mapped, &device, &senders)) {
         return NULL;
     }
     self = (weight_sender_t *)type->tp_alloc(type, 0);
@@ -137,7 +143,8 @@ weight_sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         goto release;
     }
     self->sender.keep_mapped = keep_mapped != 0;
-    if (read_options(self, wishes, transport, receivers, timeout, verify, ring_bytes) < 0 ||
+    if (read_options(self, wishes, transport, receivers, senders, timeout, verify, ring_bytes) <
+            0 ||
         arl_params_read(state, params, ARL_ROLE_SENDER, &self->params) < 0 ||
         place_specifications(&self->params, device) < 0) {
         goto release;
@@ -303,6 +310,66 @@ weight_sender_serve(PyObject *op, PyObject *args, PyObject *kwargs)
     return result;
 }
 
+static PyObject *
+join_offer(arl_state_t *state, weight_sender_t *self, const Py_buffer *offer, uint32_t rank,
+           void *stream, double seconds)
+{
+    arl_source_t *sources;
+    arl_sync_stats_t stats;
+    arl_call_t call;
+    arl_status_t status;
+    bool changed;
+
+    if (arl_params_refresh(state, &self->params, ARL_ROLE_SENDER, &changed) < 0) {
+        return NULL;
+    }
+    sources = make_sources(&self->params);
+    if (sources == NULL) {
+        return NULL;
+    }
+    arl_call_begin(&call, seconds);
+    status = arl_sender_join(&self->sender, sources, (uint32_t)self->params.count, offer->buf,
+                             (size_t)offer->len, rank, stream, &call.deadline, &stats, &call.err);
+    arl_call_end(&call);
+    PyMem_Free(sources);
+    return status == ARL_OK ? arl_sync_stats_new(state, &stats) : arl_raise(state, &call.err);
+}
+
+static PyObject *
+weight_sender_join(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"offer", "rank", "timeout", "stream", NULL};
+    weight_sender_t *self = (weight_sender_t *)op;
+    PyObject *timeout = NULL, *stream = Py_None, *result = NULL;
+    arl_state_t *state = arl_state_from_type(Py_TYPE(op));
+    void *stream_pointer = NULL;
+    Py_buffer offer;
+    double seconds;
+    long rank;
+
+    if (state == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "y*l|$OO:join", names, &offer,
+                                                      &rank, &timeout, &stream)) {
+        return NULL;
+    }
+    if (rank < 1 || rank >= ARL_OFFER_SENDERS_MAX) {
+        PyErr_Format(PyExc_ValueError,
+                     "join: rank is 1 to senders - 1, not %ld; rank 0 calls offer() and serve()",
+                     rank);
+        goto release_offer;
+    }
+    if (arl_seconds(timeout, self->timeout, &seconds) < 0 ||
+        arl_guard_enter(state, &self->guard, "join") < 0) {
+        goto release_offer;
+    }
+    if (arl_stream_from(state, stream, &self->params, &stream_pointer) == 0) {
+        result = join_offer(state, self, &offer, (uint32_t)rank, stream_pointer, seconds);
+    }
+    arl_guard_leave(&self->guard);
+release_offer:
+    PyBuffer_Release(&offer);
+    return result;
+}
+
 static int
 end_offer(arl_state_t *state, weight_sender_t *self, double seconds)
 {
@@ -431,7 +498,7 @@ PyDoc_STRVAR(
     weight_sender_doc,
     "WeightSender(params, *, cuda_ipc=None, low_memory=None, transport=None, receivers=1,\n"
     "             colocated=None, timeout=60.0, verify=None, ring_bytes=0,\n"
-    "             keep_mapped=False, device=None)\n--\n\n"
+    "             keep_mapped=False, device=None, senders=1)\n--\n\n"
     "The trainer's side of weight sync.\n\n"
     "params: mapping of name to tensor, or an iterable of pairs such as\n"
     "model.named_parameters(). Tensors of any strides and any fixed-width dtype, all in CPU\n"
@@ -448,7 +515,9 @@ PyDoc_STRVAR(
     "pull(verify=). ring_bytes: size of the ring of low_memory, or of what nccl and host_shm pass\n"
     "GPU memory through; 0 is the default size.\n"
     "keep_mapped=True keeps what the next offer can use again (over host_shm the shared memory,\n"
-    "which is most of the time of an offer), until close().\n\n"
+    "which is most of the time of an offer), until close().\n"
+    "senders: how many share the work over nccl, 1 to 8, this one among them. The others hold the\n"
+    "same tensors on GPUs of their own and join() each offer. This sender alone is rank 0.\n\n"
     "Use: offer(), send the bytes to the receivers, serve(), release(). One thread at a time.");
 
 PyDoc_STRVAR(
@@ -477,6 +546,23 @@ PyDoc_STRVAR(
     "WeightMismatchError when `tensors` gives other names, dtypes or shapes than were offered,\n"
     "and whatever the iterable itself raises.");
 
+PyDoc_STRVAR(
+    join_doc,
+    "join($self, /, offer, rank, *, timeout=None, stream=None)\n--\n\n"
+    "Send this sender's share of another sender's offer, until it has arrived; return "
+    "SyncStats.\n\n"
+    "offer: bytes from the offer() of a WeightSender over nccl with senders=. It runs at the same\n"
+    "time as that one's serve() and the receivers' pull(). rank: 1 to senders - 1, a different "
+    "one\n"
+    "for each that joins, and the same in every sync, so that the communicator can be kept. The\n"
+    "parameters have the names, dtypes, shapes and order of the offer's, and should have its\n"
+    "values; they must stay as they are until this returns. The split is fixed by rank: of the\n"
+    "buckets, every senders-th is this sender's. receivers=, senders= and ring_bytes= of this\n"
+    "object are not used. An offer of its own is released. stream: as in offer().\n\n"
+    "Raises WeightMismatchError when the tensors differ, TransportUnavailableError when NCCL's\n"
+    "versions, settings or GPUs do not go together, ValueError for an offer or a rank that cannot\n"
+    "be joined, PeerTimeoutError, PeerLostError, and WeightSyncError with what another reported.");
+
 PyDoc_STRVAR(release_doc,
              "release($self, /, *, timeout=None)\n--\n\n"
              "End the offer and give its memory back. Receivers that have not begun are refused.\n"
@@ -500,6 +586,8 @@ static PyMethodDef weight_sender_type_methods[] = {
      offer_doc},
     {"serve", (PyCFunction)(void (*)(void))weight_sender_serve, METH_VARARGS | METH_KEYWORDS,
      serve_doc},
+    {"join", (PyCFunction)(void (*)(void))weight_sender_join, METH_VARARGS | METH_KEYWORDS,
+     join_doc},
     {"release", (PyCFunction)(void (*)(void))weight_sender_release, METH_VARARGS | METH_KEYWORDS,
      release_doc},
     {"close", weight_sender_close, METH_NOARGS, close_doc},

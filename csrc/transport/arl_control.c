@@ -13,11 +13,14 @@ enum { CONTROL_FORMAT = 1 };
 
 static const char SERVE[] = "serve";
 static const char PULL[] = "pull";
+static const char JOIN[] = "join";
 
 struct arl_control {
     arl_shm_t shm;
     arl_control_page_t *page;
-    uint32_t receivers; /* our own copy: the page can be written to by others */
+    uint32_t slots;        /* our own copy, as of all here: the page can be written to by others */
+    uint32_t receivers;    /* those of the last slots; the first are co-senders' */
+    const char *operation; /* for the errors of a receiver or a co-sender */
     bool sender;
     uint32_t slot;
     arl_peer_watch_t *watches; /* sender: one for each slot, open when `watched` */
@@ -26,9 +29,9 @@ struct arl_control {
 };
 
 static size_t
-control_size(uint32_t receivers)
+control_size(uint32_t slots)
 {
-    return sizeof(arl_control_page_t) + receivers * sizeof(arl_control_slot_t);
+    return sizeof(arl_control_page_t) + slots * sizeof(arl_control_slot_t);
 }
 
 static uint32_t
@@ -47,27 +50,28 @@ copy_text(char *out, size_t size, const char *text)
 /* ---- the sender's side ----------------------------------------------------------------------- */
 
 arl_status_t
-arl_control_create(uint32_t receivers, const uint8_t *nonce, uint64_t epoch,
+arl_control_create(uint32_t receivers, uint32_t senders, const uint8_t *nonce, uint64_t epoch,
                    arl_control_t **control_p, arl_error_t *err)
 {
+    const uint32_t slots = receivers + senders - 1;
     arl_control_t *control = calloc(1, sizeof(*control));
     arl_status_t status;
 
-    if (control == NULL ||
-        (control->watches = calloc(receivers, sizeof(*control->watches))) == NULL ||
-        (control->watched = calloc(receivers, sizeof(*control->watched))) == NULL) {
+    if (control == NULL || (control->watches = calloc(slots, sizeof(*control->watches))) == NULL ||
+        (control->watched = calloc(slots, sizeof(*control->watched))) == NULL) {
         status =
             arl_error_set(err, ARL_ERR_NOMEM, "offer", "out of memory for %u receivers", receivers);
         goto free_control;
     }
-    ARL_CHECK_GOTO(status, arl_shm_create(control_size(receivers), &control->shm, err),
-                   free_control);
+    ARL_CHECK_GOTO(status, arl_shm_create(control_size(slots), &control->shm, err), free_control);
     control->page = control->shm.map;
+    control->slots = slots;
     control->receivers = receivers;
     control->sender = true;
     control->page->magic = CONTROL_MAGIC;
     control->page->format = CONTROL_FORMAT;
     control->page->receivers = receivers;
+    control->page->senders = senders;
     memcpy(control->page->nonce, nonce, sizeof(control->page->nonce));
     control->page->epoch = epoch;
     arl_control_set_sender(control, ARL_SENDER_OFFERED);
@@ -115,7 +119,7 @@ slot_alive(arl_control_t *control, uint32_t slot)
 static int
 find_dead(arl_control_t *control)
 {
-    for (uint32_t i = 0; i < control->receivers; i++) {
+    for (uint32_t i = 0; i < control->slots; i++) {
         if (slot_active(slot_state(control, i)) && !slot_alive(control, i) &&
             slot_active(slot_state(control, i))) {
             return (int)i;
@@ -127,7 +131,7 @@ find_dead(arl_control_t *control)
 static int
 find_failed(const arl_control_t *control)
 {
-    for (uint32_t i = 0; i < control->receivers; i++) {
+    for (uint32_t i = 0; i < control->slots; i++) {
         if (slot_state(control, i) == ARL_SLOT_FAILED) {
             return (int)i;
         }
@@ -136,11 +140,19 @@ find_failed(const arl_control_t *control)
 }
 
 static uint32_t
-count_state(const arl_control_t *control, arl_slot_state_t low, arl_slot_state_t high)
+joining(const arl_control_t *control)
+{
+    return control->slots - control->receivers;
+}
+
+/* Of the slots [first, last). */
+static uint32_t
+count_state(const arl_control_t *control, uint32_t first, uint32_t last, arl_slot_state_t low,
+            arl_slot_state_t high)
 {
     uint32_t count = 0;
 
-    for (uint32_t i = 0; i < control->receivers; i++) {
+    for (uint32_t i = first; i < last; i++) {
         const uint32_t state = slot_state(control, i);
 
         count += state >= (uint32_t)low && state <= (uint32_t)high;
@@ -148,28 +160,57 @@ count_state(const arl_control_t *control, arl_slot_state_t low, arl_slot_state_t
     return count;
 }
 
+void
+arl_control_who(const arl_control_t *control, uint32_t slot, char *text, size_t size)
+{
+    const uint32_t others = joining(control);
+
+    (void)snprintf(text, size, "%s %u", slot < others ? "sender" : "receiver",
+                   slot < others ? slot + 1 : slot - others);
+}
+
+void
+arl_control_count(const arl_control_t *control, bool finished, char *text, size_t size)
+{
+    const arl_slot_state_t least = finished ? ARL_SLOT_DONE : ARL_SLOT_TAKEN;
+    const arl_slot_state_t most = finished ? ARL_SLOT_DONE : ARL_SLOT_FAILED;
+    const uint32_t others = joining(control);
+    const uint32_t receivers = count_state(control, others, control->slots, least, most);
+
+    if (others == 0) {
+        (void)snprintf(text, size, "%u of %u receivers", receivers, control->receivers);
+        return;
+    }
+    (void)snprintf(text, size, "%u of %u receivers and %u of %u joining senders", receivers,
+                   control->receivers, count_state(control, 0, others, least, most), others);
+}
+
 static arl_status_t
-report_receiver(arl_control_t *control, int slot, bool dead, arl_error_t *err)
+report_slot(arl_control_t *control, int slot, bool dead, arl_error_t *err)
 {
     const arl_control_slot_t *it = &control->page->slots[slot];
     const bool writing = slot_state(control, (uint32_t)slot) == ARL_SLOT_WRITING;
-    char text[ARL_CONTROL_TEXT_MAX];
+    const bool receives = (uint32_t)slot >= joining(control);
+    const uint32_t among = receives ? control->receivers : joining(control) + 1;
+    char text[ARL_CONTROL_TEXT_MAX], who[32];
     arl_status_t status;
 
+    arl_control_who(control, (uint32_t)slot, who, sizeof(who));
     if (dead) {
         status = arl_error_set(err, ARL_ERR_PEER_LOST, SERVE,
-                               "receiver %d of %u (pid %lld) died %s; restart it and make a new "
-                               "offer",
-                               slot, control->receivers, (long long)it->peer.pid,
-                               writing ? "while it copied the weights" : "before it took them");
+                               "%s of %u (pid %lld) died %s; restart it and make a new offer", who,
+                               among, (long long)it->peer.pid,
+                               writing    ? "while it copied the weights"
+                               : receives ? "before it took them"
+                                          : "during the sync");
     }
     else {
         copy_text(text, sizeof(text), it->error_text);
-        status = arl_error_set(err, ARL_ERR_SYNC, SERVE, "receiver %d of %u (pid %lld) failed: %s",
-                               slot, control->receivers, (long long)it->peer.pid, text);
+        status = arl_error_set(err, ARL_ERR_SYNC, SERVE, "%s of %u (pid %lld) failed: %s", who,
+                               among, (long long)it->peer.pid, text);
     }
-    if (err != NULL && err->rank < 0) {
-        err->rank = slot;
+    if (err != NULL && err->rank < 0 && receives) {
+        err->rank = slot - (int)joining(control);
     }
     return status;
 }
@@ -182,10 +223,10 @@ arl_control_check_receivers(arl_control_t *control, arl_error_t *err)
     int slot = find_dead(control);
 
     if (slot >= 0) {
-        return report_receiver(control, slot, true, err);
+        return report_slot(control, slot, true, err);
     }
     slot = find_failed(control);
-    return slot >= 0 ? report_receiver(control, slot, false, err) : ARL_OK;
+    return slot >= 0 ? report_slot(control, slot, false, err) : ARL_OK;
 }
 
 static bool
@@ -193,7 +234,8 @@ wait_ready(void *context)
 {
     const arl_control_t *control = context;
 
-    return count_state(control, ARL_SLOT_DONE, ARL_SLOT_DONE) == control->receivers ||
+    return count_state(control, 0, control->slots, ARL_SLOT_DONE, ARL_SLOT_DONE) ==
+               control->slots ||
            find_failed(control) >= 0;
 }
 
@@ -209,15 +251,16 @@ arl_control_wait_receivers(arl_control_t *control, arl_deadline_t *deadline, arl
     arl_status_t status = arl_deadline_wait(deadline, wait_ready, wait_alive, control);
 
     if (status == ARL_ERR_TIMEOUT) {
-        const uint32_t done = count_state(control, ARL_SLOT_DONE, ARL_SLOT_DONE);
-        const uint32_t came = count_state(control, ARL_SLOT_TAKEN, ARL_SLOT_FAILED);
+        const uint32_t came =
+            count_state(control, joining(control), control->slots, ARL_SLOT_TAKEN, ARL_SLOT_FAILED);
+        char done[80];
 
+        arl_control_count(control, true, done, sizeof(done));
         return arl_error_set(err, status, SERVE,
-                             "after %.1f s, %u of %u receivers have finished and %u never called "
-                             "pull(); does the offer reach all of them, is receivers= right, and "
-                             "is timeout= long enough?",
-                             arl_deadline_elapsed_s(deadline), done, control->receivers,
-                             control->receivers - came);
+                             "after %.1f s, %s have finished and %u never called pull(); does the "
+                             "offer reach all of them, is receivers= right, and is timeout= long "
+                             "enough?",
+                             arl_deadline_elapsed_s(deadline), done, control->receivers - came);
     }
     if (status == ARL_ERR_INTERRUPTED) {
         return arl_error_set(err, status, SERVE, "interrupted while waiting for receivers");
@@ -231,7 +274,7 @@ arl_control_active(arl_control_t *control)
     uint32_t count = 0;
 
     atomic_thread_fence(memory_order_seq_cst); /* pairs with the one in arl_control_attach */
-    for (uint32_t i = 0; i < control->receivers; i++) {
+    for (uint32_t i = 0; i < control->slots; i++) {
         count += slot_active(slot_state(control, i)) && slot_alive(control, i);
     }
     return count;
@@ -240,18 +283,21 @@ arl_control_active(arl_control_t *control)
 /* ---- the receiver's side --------------------------------------------------------------------- */
 
 static arl_status_t
-sender_gone(const arl_offer_t *offer, arl_error_t *err)
+sender_gone(const arl_offer_t *offer, const char *operation, arl_error_t *err)
 {
-    return arl_error_set(err, ARL_ERR_PEER_LOST, PULL,
+    return arl_error_set(err, ARL_ERR_PEER_LOST, operation,
                          "the sender (pid %lld on %s) of this offer has exited or was killed; "
                          "the weights here are as they were",
                          (long long)offer->sender.pid, offer->host);
 }
 
 static arl_status_t
-take_slot(arl_control_t *control, const arl_peer_t *self, arl_error_t *err)
+take_slot(arl_control_t *control, uint32_t rank, const arl_peer_t *self, arl_error_t *err)
 {
-    for (uint32_t i = 0; i < control->receivers; i++) {
+    const uint32_t first = rank > 0 ? rank - 1 : joining(control);
+    const uint32_t last = rank > 0 ? rank : control->slots;
+
+    for (uint32_t i = first; i < last; i++) {
         arl_control_slot_t *slot = &control->page->slots[i];
         uint32_t expected = ARL_SLOT_FREE;
 
@@ -259,11 +305,17 @@ take_slot(arl_control_t *control, const arl_peer_t *self, arl_error_t *err)
             slot->peer = *self;
             control->slot = i;
             atomic_store_explicit(&slot->state, ARL_SLOT_ATTACHED, memory_order_release);
-            if (atomic_fetch_add(&control->page->attached, 1) + 1 == control->receivers) {
+            if (atomic_fetch_add(&control->page->attached, 1) + 1 == control->slots) {
                 arl_shm_unlink(&control->shm); /* nobody else will look for it */
             }
             return ARL_OK;
         }
+    }
+    if (rank > 0) {
+        return arl_error_set(err, ARL_ERR_SYNC, JOIN,
+                             "sender %u has joined this offer already: each rank is one sender's, "
+                             "and offers are used once",
+                             rank);
     }
     return arl_error_set(err, ARL_ERR_SYNC, PULL,
                          "this offer was for %u receivers, and so many have taken it already; "
@@ -278,9 +330,10 @@ check_page(const arl_control_t *control, const arl_offer_t *offer, arl_error_t *
     const arl_control_page_t *page = control->page;
 
     if (page->magic != CONTROL_MAGIC || page->format != CONTROL_FORMAT ||
-        page->receivers != offer->receivers || page->epoch != offer->epoch ||
+        page->receivers != offer->receivers || page->senders != offer->senders ||
+        page->epoch != offer->epoch ||
         memcmp(page->nonce, offer->nonce, sizeof(page->nonce)) != 0) {
-        return arl_error_set(err, ARL_ERR_SYNC, PULL,
+        return arl_error_set(err, ARL_ERR_SYNC, control->operation,
                              "the control block %s was not made for this offer", offer->control);
     }
     return ARL_OK;
@@ -288,13 +341,13 @@ check_page(const arl_control_t *control, const arl_offer_t *offer, arl_error_t *
 
 /* There is no block of that name: it was either removed or never was. */
 static arl_status_t
-explain_missing(const arl_offer_t *offer, arl_error_t *err)
+explain_missing(const arl_offer_t *offer, const char *operation, arl_error_t *err)
 {
     if (!arl_peer_alive(offer->sender.pid, offer->sender.start_time)) {
         arl_shm_sweep(); /* of what it may have left */
-        return sender_gone(offer, err);
+        return sender_gone(offer, operation, err);
     }
-    return arl_error_set(err, ARL_ERR_SYNC, PULL,
+    return arl_error_set(err, ARL_ERR_SYNC, operation,
                          "this offer (version %llu) is over: its sender released it or made a new "
                          "one, or its %u receiver%s ha%s taken it already (or the two do not share "
                          "/dev/shm, as containers may not)",
@@ -303,21 +356,26 @@ explain_missing(const arl_offer_t *offer, arl_error_t *err)
 }
 
 arl_status_t
-arl_control_attach(const arl_offer_t *offer, arl_control_t **control_p, arl_error_t *err)
+arl_control_attach(const arl_offer_t *offer, uint32_t rank, arl_control_t **control_p,
+                   arl_error_t *err)
 {
+    const char *operation = rank > 0 ? JOIN : PULL;
     arl_control_t *control = calloc(1, sizeof(*control));
     arl_error_t reason = ARL_ERROR_INIT;
     arl_peer_t self;
     arl_status_t status;
 
     if (control == NULL) {
-        return arl_error_set(err, ARL_ERR_NOMEM, PULL, "out of memory");
+        return arl_error_set(err, ARL_ERR_NOMEM, operation, "out of memory");
     }
     ARL_CHECK_GOTO(status, arl_peer_self(&self, err), free_control);
-    status = arl_shm_open(offer->control, control_size(offer->receivers), ARL_SHM_WRITE,
+    control->slots = offer->receivers + offer->senders - 1;
+    control->receivers = offer->receivers;
+    control->operation = operation;
+    status = arl_shm_open(offer->control, control_size(control->slots), ARL_SHM_WRITE,
                           &control->shm, &reason);
     if (status == ARL_ERR_PEER_LOST) {
-        status = explain_missing(offer, err);
+        status = explain_missing(offer, operation, err);
         goto free_control;
     }
     if (status != ARL_OK) {
@@ -325,16 +383,15 @@ arl_control_attach(const arl_offer_t *offer, arl_control_t **control_p, arl_erro
         goto free_control;
     }
     control->page = control->shm.map;
-    control->receivers = offer->receivers;
     ARL_CHECK_GOTO(status, check_page(control, offer, err), close_shm);
     arl_peer_watch_open(&control->sender_watch, &offer->sender);
     if (!arl_peer_watch_alive(&control->sender_watch)) {
-        status = sender_gone(offer, err);
+        status = sender_gone(offer, operation, err);
         arl_shm_sweep(); /* what it left: nobody else may come */
         goto close_watch;
     }
     ARL_CHECK_GOTO(status, arl_control_check_sender(control, err), close_watch);
-    ARL_CHECK_GOTO(status, take_slot(control, &self, err), close_watch);
+    ARL_CHECK_GOTO(status, take_slot(control, rank, &self, err), close_watch);
     /* Either the sender's release sees this slot, or this sees the release. */
     atomic_thread_fence(memory_order_seq_cst);
     ARL_CHECK_GOTO(status, arl_control_check_sender(control, err), fail_slot);
@@ -372,18 +429,18 @@ arl_control_check_sender(arl_control_t *control, arl_error_t *err)
 
     switch (atomic_load_explicit(&control->page->sender_state, memory_order_acquire)) {
     case ARL_SENDER_RELEASED:
-        return arl_error_set(err, ARL_ERR_SYNC, PULL,
+        return arl_error_set(err, ARL_ERR_SYNC, control->operation,
                              "the sender (pid %lld) has released this offer, or made a newer one",
                              (long long)peer->pid);
     case ARL_SENDER_FAILED:
         copy_text(text, sizeof(text), control->page->error_text);
-        return arl_error_set(err, ARL_ERR_SYNC, PULL, "the sender (pid %lld) gave up: %s",
-                             (long long)peer->pid, text);
+        return arl_error_set(err, ARL_ERR_SYNC, control->operation,
+                             "the sender (pid %lld) gave up: %s", (long long)peer->pid, text);
     default:
         break;
     }
     if (!arl_peer_watch_alive(&control->sender_watch)) {
-        return arl_error_set(err, ARL_ERR_PEER_LOST, PULL,
+        return arl_error_set(err, ARL_ERR_PEER_LOST, control->operation,
                              "the sender (pid %lld) exited or was killed during the sync",
                              (long long)peer->pid);
     }
@@ -428,10 +485,16 @@ arl_control_slot(const arl_control_t *control)
     return control->slot;
 }
 
+uint32_t
+arl_control_slots(const arl_control_t *control)
+{
+    return control->slots;
+}
+
 static void
 control_free(arl_control_t *control)
 {
-    for (uint32_t i = 0; control->sender && i < control->receivers; i++) {
+    for (uint32_t i = 0; control->sender && i < control->slots; i++) {
         if (control->watched[i]) {
             arl_peer_watch_close(&control->watches[i]);
         }
@@ -460,7 +523,8 @@ arl_control_close(arl_control_t *control)
     else if (slot_active(slot_state(control, control->slot))) {
         arl_error_t reason = ARL_ERROR_INIT;
 
-        (void)arl_error_set(&reason, ARL_ERR_SYNC, PULL, "it was closed before it had finished");
+        (void)arl_error_set(&reason, ARL_ERR_SYNC, control->operation,
+                            "it was closed before it had finished");
         arl_control_fail(control, &reason);
     }
     arl_shm_close(&control->shm);

@@ -12,9 +12,13 @@
  * receivers of one machine see each other's progress without any call. The sender makes it,
  * each receiver takes a slot, and the name goes when the last slot is taken.
  *
+ * Where several senders share the work (nccl), the first of them made the offer and is "the
+ * sender" here; sender `rank` of the others has slot rank - 1, and the receivers come after them.
+ *
  *     receiver   free -> taken -> attached -> writing -> done
  *                                     \           \---> failed
  *                                      \--------------> failed
+ *     co-sender  free -> taken -> attached -> done or failed
  *     sender     offered -> serving -> served; released or failed from any of them
  *
  * States are stored with release and read with acquire: who reads a state sees all that was
@@ -55,6 +59,7 @@ typedef struct arl_control_page {
     uint32_t receivers;
     uint8_t nonce[ARL_OFFER_ID_BYTES];
     uint64_t epoch;
+    uint32_t senders;
     _Alignas(64) _Atomic uint32_t sender_state;
     int32_t error_code;
     _Atomic uint32_t attached; /* slots that are taken */
@@ -73,8 +78,8 @@ typedef struct arl_control arl_control_t;
 
 /* ---- the sender's side ---- */
 
-arl_status_t arl_control_create(uint32_t receivers, const uint8_t *nonce, uint64_t epoch,
-                                arl_control_t **control_p, arl_error_t *err);
+arl_status_t arl_control_create(uint32_t receivers, uint32_t senders, const uint8_t *nonce,
+                                uint64_t epoch, arl_control_t **control_p, arl_error_t *err);
 
 /* For the offer. */
 const char *arl_control_name(const arl_control_t *control);
@@ -82,24 +87,32 @@ const char *arl_control_name(const arl_control_t *control);
 void arl_control_set_sender(arl_control_t *control, arl_sender_state_t state);
 
 /*
- * Waits until every receiver is done. ARL_ERR_TIMEOUT counts who did not come or not finish,
- * ARL_ERR_PEER_LOST tells of a receiver that died, ARL_ERR_SYNC repeats what one reported;
- * err->rank is its number.
+ * Waits until every receiver and co-sender is done. ARL_ERR_TIMEOUT counts who did not come or not
+ * finish, ARL_ERR_PEER_LOST tells of a receiver that died, ARL_ERR_SYNC repeats what one reported;
+ * err->rank is the receiver's number.
  */
 arl_status_t arl_control_wait_receivers(arl_control_t *control, arl_deadline_t *deadline,
                                         arl_error_t *err);
 
-/* ARL_OK while no receiver has failed or died: for the loops of streaming transports. */
+/* ARL_OK while no receiver and no co-sender has failed or died: for the loops of streaming
+ * transports. */
 arl_status_t arl_control_check_receivers(arl_control_t *control, arl_error_t *err);
 
 /* Receivers that are attached, alive and not finished. */
 uint32_t arl_control_active(arl_control_t *control);
 
+/* Who has slot `slot`, for messages: "receiver 0", "sender 1". */
+void arl_control_who(const arl_control_t *control, uint32_t slot, char *text, size_t size);
+
+/* "1 of 2 receivers and 0 of 1 joining senders": who has come at least so far. */
+void arl_control_count(const arl_control_t *control, bool finished, char *text, size_t size);
+
 /* ---- the receiver's side ---- */
 
-/* Opens the block of an offer and takes a slot in it. The errors tell a sender that died from
+/* Opens the block of an offer and takes a slot in it: a receiver's where `rank` is 0, otherwise
+ * that of co-sender `rank`, which is below offer->senders. The errors tell a sender that died from
  * an offer that was released or used up. */
-arl_status_t arl_control_attach(const arl_offer_t *offer, arl_control_t **control_p,
+arl_status_t arl_control_attach(const arl_offer_t *offer, uint32_t rank, arl_control_t **control_p,
                                 arl_error_t *err);
 
 void arl_control_set_slot(arl_control_t *control, arl_slot_state_t state);
@@ -122,7 +135,8 @@ void arl_control_fail(arl_control_t *control, const arl_error_t *reason);
 
 /* The page itself, for the sequences and messages of the transports. */
 arl_control_page_t *arl_control_page(arl_control_t *control);
-uint32_t arl_control_slot(const arl_control_t *control); /* a receiver's own number */
+uint32_t arl_control_slot(const arl_control_t *control);  /* this side's own */
+uint32_t arl_control_slots(const arl_control_t *control); /* of receivers and co-senders */
 
 /* A receiver that is not done has failed by it, a sender's offer is released. Frees; NULL is
  * fine. */

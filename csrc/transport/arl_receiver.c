@@ -24,32 +24,6 @@ phase_end(arl_session_t *session)
 /* ---- checks before anything is opened -------------------------------------------------------- */
 
 static arl_status_t
-check_origin(const arl_offer_t *offer, const arl_transport_t *transport, arl_error_t *err)
-{
-    arl_peer_t self;
-    arl_status_t status = arl_peer_self(&self, err);
-
-    if (status != ARL_OK || !transport->same_host) {
-        return status;
-    }
-    if (memcmp(self.boot_id, offer->sender.boot_id, sizeof(self.boot_id)) != 0) {
-        return arl_error_set(err, ARL_ERR_SYNC, PULL,
-                             "this offer is from another machine, or from before a reboot (%s, pid "
-                             "%lld); %s works within one machine only",
-                             offer->host, (long long)offer->sender.pid, transport->name);
-    }
-    if (self.pid_namespace != offer->sender.pid_namespace) {
-        return arl_error_set(err, ARL_ERR_SYNC, PULL,
-                             "this offer is from another container of this machine (%s): its "
-                             "processes cannot be seen from here, so its end would go unnoticed; "
-                             "run both with one PID namespace (docker: --pid, kubernetes: "
-                             "shareProcessNamespace)",
-                             offer->host);
-    }
-    return ARL_OK;
-}
-
-static arl_status_t
 check_new(const arl_receiver_t *receiver, const arl_offer_t *offer, arl_error_t *err)
 {
     if (offer->epoch == 0) {
@@ -117,7 +91,7 @@ read_offer(const arl_receiver_t *receiver, const void *bytes, size_t size, arl_s
                              offer->transport);
     }
     ARL_CHECK_GOTO(status, session->transport->probe(err), done);
-    ARL_CHECK_GOTO(status, check_origin(offer, session->transport, err), done);
+    ARL_CHECK_GOTO(status, arl_transport_check_origin(session->transport, offer, PULL, err), done);
     ARL_CHECK_GOTO(status, check_new(receiver, offer, err), done);
     ARL_CHECK_GOTO(status, check_verify(offer, session->verify, err), done);
     if (session->transport->same_host && offer->control[0] == '\0') {
@@ -201,7 +175,7 @@ open_session(arl_receiver_t *receiver, const void *bytes, size_t size, arl_sessi
     arl_status_t status = ARL_OK;
 
     if (session->offer.control[0] != '\0') {
-        ARL_CHECK_GOTO(status, arl_control_attach(&session->offer, &session->pull.control, err),
+        ARL_CHECK_GOTO(status, arl_control_attach(&session->offer, 0, &session->pull.control, err),
                        done);
     }
     session->stats.open_s = phase_end(session);

@@ -15,6 +15,7 @@
 static const char OFFER[] = "offer";
 static const char SERVE[] = "serve";
 static const char RELEASE[] = "release";
+static const char JOIN[] = "join";
 
 /* ---- the registry: offers of this process ---------------------------------------------------- */
 
@@ -199,7 +200,7 @@ fill_offer(const arl_sender_t *sender, const arl_export_request_t *request, arl_
     offer->tensor_count = request->count;
     offer->verify = request->verify;
     offer->receivers = request->receivers;
-    offer->senders = 1;
+    offer->senders = request->senders;
     offer->sender = sender->self;
     memcpy(offer->nonce, sender->nonce, sizeof(offer->nonce));
     offer->epoch = sender->epoch;
@@ -253,10 +254,10 @@ make_export(arl_sender_t *sender, arl_export_request_t *request, uint8_t **bytes
     export->tensors = request->count;
     export->epoch = sender->epoch;
     memcpy(export->nonce, sender->nonce, sizeof(export->nonce));
-    ARL_CHECK_GOTO(
-        status,
-        arl_control_create(request->receivers, sender->nonce, sender->epoch, &export->control, err),
-        destroy_export);
+    ARL_CHECK_GOTO(status,
+                   arl_control_create(request->receivers, request->senders, sender->nonce,
+                                      sender->epoch, &export->control, err),
+                   destroy_export);
     (void)snprintf(offer.control, sizeof(offer.control), "%s", arl_control_name(export->control));
     ARL_CHECK_GOTO(status, arl_offer_encode(&offer, bytes_p, size_p, err), destroy_export);
     registry_add(export);
@@ -283,6 +284,7 @@ arl_sender_offer(arl_sender_t *sender, const arl_source_t *sources, uint32_t cou
         .sources = sources,
         .count = count,
         .receivers = sender->receivers,
+        .senders = sender->senders,
         .verify = sender->verify,
         .ring_bytes = sender->ring_bytes,
         .keep = sender->keep_mapped,
@@ -321,7 +323,7 @@ free_aliases:
     return status;
 }
 
-/* ---- serving and ending ---------------------------------------------------------------------- */
+/* ---- serving --------------------------------------------------------------------------------- */
 
 arl_status_t
 arl_sender_serve(arl_sender_t *sender, const arl_feed_t *feed, arl_deadline_t *deadline,
@@ -359,6 +361,161 @@ arl_sender_serve(arl_sender_t *sender, const arl_feed_t *feed, arl_deadline_t *d
     *stats_p = sender->stats;
     return ARL_OK;
 }
+
+/* ---- taking part in another sender's ----------------------------------------------------------
+ */
+
+/* What is sent has one layout: two sides that see it differently would mix tensors up. */
+static arl_status_t
+check_alike(const arl_offer_t *offer, const arl_export_request_t *request, arl_error_t *err)
+{
+    const uint32_t count = request->count;
+
+    if (count != offer->tensor_count) {
+        return arl_error_set(err, ARL_ERR_MISMATCH, JOIN,
+                             "the offer has %u tensors and this sender %u; all senders hold the "
+                             "same ones, in the same order",
+                             offer->tensor_count, count);
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        const arl_offer_tensor_t *theirs = &offer->tensors[i];
+        const arl_source_t *ours = &request->sources[i];
+        arl_view_t wanted = {.dtype = theirs->dtype, .ndim = theirs->ndim};
+        char found[96], announced[96];
+
+        memcpy(wanted.shape, theirs->shape, sizeof(wanted.shape));
+        if (ours->name_length == theirs->name_length && ours->view.dtype == theirs->dtype &&
+            ours->view.ndim == theirs->ndim &&
+            memcmp(ours->name, theirs->name, theirs->name_length) == 0 &&
+            memcmp(ours->view.shape, theirs->shape,
+                   (size_t)theirs->ndim * sizeof(theirs->shape[0])) == 0) {
+            if (request->alias_of[i] == theirs->alias_of) {
+                continue;
+            }
+            return arl_error_set(err, ARL_ERR_MISMATCH, JOIN,
+                                 "%.*s shares the memory of %.*s in the offer and of %.*s here; "
+                                 "all senders tie the same weights",
+                                 (int)theirs->name_length, theirs->name,
+                                 (int)offer->tensors[theirs->alias_of].name_length,
+                                 offer->tensors[theirs->alias_of].name,
+                                 (int)request->sources[request->alias_of[i]].name_length,
+                                 request->sources[request->alias_of[i]].name);
+        }
+        arl_view_describe(&ours->view, found, sizeof(found));
+        arl_view_describe(&wanted, announced, sizeof(announced));
+        return arl_error_set(err, ARL_ERR_MISMATCH, JOIN,
+                             "tensor %u is %.*s, %s, in the offer and %.*s, %s, here; all senders "
+                             "hold the same ones, in the same order",
+                             i, (int)theirs->name_length, theirs->name, announced,
+                             (int)ours->name_length, ours->name, found);
+    }
+    return ARL_OK;
+}
+
+/* All that can be said before the offer's sender is told of this one. */
+static arl_status_t
+check_join(const arl_offer_t *offer, uint32_t rank, const arl_transport_t **transport_p,
+           arl_error_t *err)
+{
+    const arl_transport_t *transport = arl_transport_get(offer->transport);
+
+    if (transport == NULL || transport->join == NULL || offer->control[0] == '\0') {
+        return arl_error_set(err, ARL_ERR_VALUE, JOIN,
+                             "this offer goes over %s, where one sender serves all receivers; "
+                             "senders= is for nccl",
+                             transport == NULL ? "a transport that is not known here"
+                                               : transport->name);
+    }
+    if (rank < 1 || rank >= offer->senders) {
+        return arl_error_set(err, ARL_ERR_VALUE, JOIN,
+                             "rank %u of %u senders: the one that made the offer is rank 0, the "
+                             "others are 1 to senders - 1; is senders= of WeightSender right?",
+                             rank, offer->senders);
+    }
+    *transport_p = transport;
+    return arl_transport_check_origin(transport, offer, JOIN, err);
+}
+
+/* From the slot in the offer's control block to its end. */
+static arl_status_t
+join_offer(arl_sender_t *sender, arl_export_request_t *request, const arl_offer_t *offer,
+           uint32_t rank, const arl_transport_t *transport, arl_sync_stats_t *stats,
+           arl_error_t *err)
+{
+    arl_error_t reason = ARL_ERROR_INIT;
+    arl_control_t *control;
+    arl_status_t status = arl_control_attach(offer, rank, &control, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    request->kept = &sender->kept[transport->id];
+    status = check_alike(offer, request, &reason);
+    if (status == ARL_OK) {
+        status = transport->probe(&reason);
+    }
+    if (status == ARL_OK) {
+        status = transport->join(request, offer, rank, control, stats, &reason);
+    }
+    if (status == ARL_OK) {
+        arl_control_set_slot(control, ARL_SLOT_DONE);
+    }
+    else {
+        arl_control_fail(control, &reason);
+        (void)arl_error_copy(err, &reason);
+    }
+    arl_control_close(control);
+    return status;
+}
+
+arl_status_t
+arl_sender_join(arl_sender_t *sender, const arl_source_t *sources, uint32_t count,
+                const void *bytes, size_t size, uint32_t rank, void *stream,
+                arl_deadline_t *deadline, arl_sync_stats_t *stats_p, arl_error_t *err)
+{
+    arl_export_request_t request = {
+        .sources = sources,
+        .count = count,
+        .keep = sender->keep_mapped,
+        .stream = stream,
+        .deadline = deadline,
+    };
+    const arl_transport_t *transport = NULL;
+    arl_sync_stats_t stats = {0};
+    uint32_t *alias_of = NULL;
+    arl_offer_t offer;
+    arl_status_t status = arl_offer_decode(bytes, size, &offer, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    alias_of = malloc(((size_t)count + 1) * sizeof(*alias_of));
+    if (alias_of == NULL) {
+        status = arl_error_set(err, ARL_ERR_NOMEM, JOIN, "out of memory for %u tensors", count);
+        goto free_decoded;
+    }
+    request.alias_of = alias_of;
+    ARL_CHECK_GOTO(status, find_aliases(sources, count, alias_of, err), free_decoded);
+    ARL_CHECK_GOTO(status, check_join(&offer, rank, &transport, err), free_decoded);
+    ARL_CHECK_GOTO(status, arl_sender_release(sender, deadline, err), free_decoded);
+    request.receivers = offer.receivers;
+    request.senders = offer.senders;
+    stats.transport = transport;
+    stats.tensors = count;
+    stats.version = offer.epoch;
+    ARL_CHECK_GOTO(status, join_offer(sender, &request, &offer, rank, transport, &stats, err),
+                   free_decoded);
+    sender->epoch = offer.epoch > sender->epoch ? offer.epoch : sender->epoch;
+    stats.copy_s = stats.total_s = arl_deadline_elapsed_s(deadline);
+    *stats_p = stats;
+free_decoded:
+    free(alias_of);
+    arl_offer_free(&offer);
+    return status;
+}
+
+/* ---- ending -----------------------------------------------------------------------------------
+ */
 
 static bool
 release_ready(void *context)

@@ -10,6 +10,7 @@ typedef struct arl_sender {
     arl_peer_t self;
     uint64_t epoch; /* of the last offer; 0 before the first */
     uint32_t receivers;
+    uint32_t senders;
     arl_verify_t verify;
     int64_t ring_bytes;
     bool keep_mapped;
@@ -20,8 +21,8 @@ typedef struct arl_sender {
     void *kept[ARL_TRANSPORT_COUNT];
 } arl_sender_t;
 
-/* Draws the nonce. `receivers`, `verify`, `ring_bytes`, `keep_mapped` and `choice` are the
- * caller's to fill. */
+/* Draws the nonce. `receivers`, `senders`, `verify`, `ring_bytes`, `keep_mapped` and `choice` are
+ * the caller's to fill. */
 arl_status_t arl_sender_init(arl_sender_t *sender, arl_error_t *err);
 
 /*
@@ -37,6 +38,14 @@ arl_status_t arl_sender_offer(arl_sender_t *sender, const arl_source_t *sources,
 arl_status_t arl_sender_serve(arl_sender_t *sender, const arl_feed_t *feed,
                               arl_deadline_t *deadline, arl_sync_stats_t *stats_p,
                               arl_error_t *err);
+
+/*
+ * Takes part in an offer of another sender, as sender `rank` of it (above 0): checks that `sources`
+ * are what it offers, and sends a share of them. An offer of its own is released first.
+ */
+arl_status_t arl_sender_join(arl_sender_t *sender, const arl_source_t *sources, uint32_t count,
+                             const void *bytes, size_t size, uint32_t rank, void *stream,
+                             arl_deadline_t *deadline, arl_sync_stats_t *stats_p, arl_error_t *err);
 
 /* Ends the offer. Waits only where receivers are reading memory just now that will be used again;
  * when the deadline passes then, the offer stays. Without an offer it does nothing. */

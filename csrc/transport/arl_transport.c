@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "transport/arl_transport.h"
 
+#include "transport/arl_peer.h"
+
 #include <stdio.h>
 #include <string.h>
 
@@ -29,6 +31,36 @@ arl_transport_find(const char *name)
         }
     }
     return NULL;
+}
+
+/* ---- origin ---------------------------------------------------------------------------------- */
+
+arl_status_t
+arl_transport_check_origin(const arl_transport_t *transport, const arl_offer_t *offer,
+                           const char *operation, arl_error_t *err)
+{
+    arl_peer_t self;
+    arl_status_t status = arl_peer_self(&self, err);
+
+    if (status != ARL_OK || !transport->same_host) {
+        return status;
+    }
+    if (memcmp(self.boot_id, offer->sender.boot_id, sizeof(self.boot_id)) != 0) {
+        return arl_error_set(err, ARL_ERR_SYNC, operation,
+                             "this offer is from another machine, or from before a reboot (%s, pid "
+                             "%lld); %s works within one machine only: make a sender on each "
+                             "machine, for the receivers there",
+                             offer->host, (long long)offer->sender.pid, transport->name);
+    }
+    if (self.pid_namespace != offer->sender.pid_namespace) {
+        return arl_error_set(err, ARL_ERR_SYNC, operation,
+                             "this offer is from another container of this machine (%s): its "
+                             "processes cannot be seen from here, so its end would go unnoticed; "
+                             "run both with one PID namespace (docker: --pid, kubernetes: "
+                             "shareProcessNamespace)",
+                             offer->host);
+    }
+    return ARL_OK;
 }
 
 /* ---- choice ---------------------------------------------------------------------------------- */
@@ -164,6 +196,12 @@ arl_transport_choose(const arl_choice_t *choice, const arl_export_request_t *req
     status = check_device(transport, device, err);
     if (status != ARL_OK || (status = transport->probe(err)) != ARL_OK) {
         return status;
+    }
+    if (request->senders > 1 && transport->join == NULL) {
+        return arl_error_set(err, ARL_ERR_VALUE, CHOOSE,
+                             "senders=%u is for nccl, and these tensors go over %s, where one "
+                             "sender serves all receivers",
+                             request->senders, transport->name);
     }
     if (transport->accepts != NULL && transport->accepts(request, &reason) != ARL_OK) {
         if (transport->id != ARL_TRANSPORT_CUDA_IPC || reason.code != ARL_ERR_UNAVAILABLE ||

@@ -44,6 +44,7 @@ typedef struct arl_export_request {
     const uint32_t *alias_of; /* for each: the first one with the very same memory */
     uint32_t count;
     uint32_t receivers;
+    uint32_t senders; /* that share in sending, this one among them */
     arl_verify_t verify;
     int64_t ring_bytes; /* 0: the transport's default */
     bool keep;          /* what can serve the next offer too may be kept in `*kept` */
@@ -53,6 +54,7 @@ typedef struct arl_export_request {
 } arl_export_request_t;
 
 struct arl_transport;
+typedef struct arl_sync_stats arl_sync_stats_t;
 
 /*
  * The sender's end of one offer. A transport's own struct begins with it. Counted: the sender
@@ -136,6 +138,15 @@ typedef struct arl_transport {
     arl_status_t (*serve)(arl_export_t *export, const arl_offer_t *offer, const arl_feed_t *feed,
                           arl_deadline_t *deadline, arl_error_t *err);
 
+    /*
+     * Sends the part of sender `rank` (above 0) of another process's offer, whose tensors the
+     * request's are like, until all receivers have it. Fills bytes and extra_bytes of the
+     * statistics. NULL: one sender sends all.
+     */
+    arl_status_t (*join)(const arl_export_request_t *request, const arl_offer_t *offer,
+                         uint32_t rank, arl_control_t *control, arl_sync_stats_t *stats,
+                         arl_error_t *err);
+
     /* Frees all. No receiver of this process uses it any more; never blocks. `forked`: the
      * caller is a child of the process that made it, and must not touch what is shared. */
     void (*destroy)(arl_export_t *export, bool forked);
@@ -179,6 +190,11 @@ typedef struct arl_transport {
 ARL_TRANSPORT_TABLE(ARL_TRANSPORT_DECLARE)
 #undef ARL_TRANSPORT_DECLARE
 
+/* Whether an offer comes from where its transport can work with it: for one that works within a
+ * machine, this one, and a process that can be seen from here. */
+arl_status_t arl_transport_check_origin(const arl_transport_t *transport, const arl_offer_t *offer,
+                                        const char *operation, arl_error_t *err);
+
 /* NULL for a number or name that is none. */
 const arl_transport_t *arl_transport_get(uint32_t id);
 const arl_transport_t *arl_transport_find(const char *name);
@@ -203,7 +219,7 @@ arl_status_t arl_transport_choose(const arl_choice_t *choice, const arl_export_r
 
 /* ---- what happened, for SyncStats ---- */
 
-typedef struct arl_sync_stats {
+struct arl_sync_stats {
     const arl_transport_t *transport;
     char fallback[ARL_OFFER_REASON_MAX];
     int64_t tensors;
@@ -219,6 +235,6 @@ typedef struct arl_sync_stats {
     int64_t extra_bytes;
     int64_t verified;  /* tensors whose checksum was compared */
     int64_t untouched; /* names of the receiver that the offer left out */
-} arl_sync_stats_t;
+};
 
 #endif

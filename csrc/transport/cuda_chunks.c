@@ -6,19 +6,18 @@
 /* ---- geometry ------------------------------------------------------------------------------- */
 
 arl_status_t
-arl_chunk_geometry_make(int64_t ring_bytes, int64_t default_bytes, arl_chunk_geometry_t *geometry_p,
-                        arl_error_t *err)
+arl_chunk_geometry_make(int64_t ring_bytes, int64_t default_bytes, uint32_t slots,
+                        arl_chunk_geometry_t *geometry_p, arl_error_t *err)
 {
     const int64_t wanted = ring_bytes > 0 ? ring_bytes : default_bytes;
-    const int64_t slot = wanted / ARL_CHUNK_SLOTS / ARL_CHUNK_SLOT_ALIGN * ARL_CHUNK_SLOT_ALIGN;
+    const int64_t slot = wanted / slots / ARL_CHUNK_SLOT_ALIGN * ARL_CHUNK_SLOT_ALIGN;
 
     if (slot == 0) {
         return arl_error_set(err, ARL_ERR_VALUE, "offer",
-                             "ring_bytes=%lld is too small: at least %d slots of %d bytes",
-                             (long long)ring_bytes, (int)ARL_CHUNK_SLOTS,
-                             (int)ARL_CHUNK_SLOT_ALIGN);
+                             "ring_bytes=%lld is too small: at least %u slots of %d bytes",
+                             (long long)ring_bytes, slots, (int)ARL_CHUNK_SLOT_ALIGN);
     }
-    *geometry_p = (arl_chunk_geometry_t){.slots = ARL_CHUNK_SLOTS, .slot_bytes = (uint64_t)slot};
+    *geometry_p = (arl_chunk_geometry_t){.slots = slots, .slot_bytes = (uint64_t)slot};
     return ARL_OK;
 }
 

@@ -25,13 +25,13 @@ typedef struct arl_chunk_geometry {
 _Static_assert(sizeof(arl_chunk_geometry_t) == 16, "layout of the blobs of ring and nccl");
 
 enum {
-    ARL_CHUNK_SLOTS_MAX = 8,
+    ARL_CHUNK_SLOTS_MAX = 16,
     ARL_CHUNK_SLOTS = 2,
     ARL_CHUNK_SLOT_ALIGN = 1 << 16,
 };
 
-/* The slots that ring_bytes= asks for (0: `default_bytes`), all together. */
-arl_status_t arl_chunk_geometry_make(int64_t ring_bytes, int64_t default_bytes,
+/* `slots` slots that ring_bytes= asks for (0: `default_bytes`), all together. */
+arl_status_t arl_chunk_geometry_make(int64_t ring_bytes, int64_t default_bytes, uint32_t slots,
                                      arl_chunk_geometry_t *geometry_p, arl_error_t *err);
 
 /* Whether a geometry that came from elsewhere is one. */
@@ -93,14 +93,19 @@ typedef struct arl_chunk_packer {
     uint64_t layout_id; /* that `stream` was made for; 0: none */
     uint32_t count;     /* of `views`; 0: no tables */
     arl_view_t *views;
-    arl_cuda_plan_t **plans; /* one for each chunk */
+    arl_cuda_plan_t **plans; /* one for each chunk; NULL where it is another sender's */
     int64_t plan_count;
+    /* Of `shares` senders, this one has the chunks k with k % shares == share. 0 is 1. */
+    uint32_t share, shares;
 } arl_chunk_packer_t;
 
 /* Whether all tensors of an offer are there, and on which device. Specifications say where they
  * will be. */
 arl_status_t arl_chunk_survey(const arl_export_request_t *request, int *ordinal_p, bool *complete_p,
                               arl_error_t *err);
+
+/* Which chunks are this sender's; the tables of others go. */
+void arl_chunk_packer_share(arl_chunk_packer_t *packer, uint32_t share, uint32_t shares);
 
 /* Brings stream and tables to what this offer has. Most of the time they are that already. */
 arl_status_t arl_chunk_packer_prepare(arl_chunk_packer_t *packer,

@@ -61,6 +61,22 @@ arl_chunk_survey(const arl_export_request_t *request, int *ordinal_p, bool *comp
     return ARL_OK;
 }
 
+static int64_t
+chunk_step(const arl_chunk_packer_t *packer)
+{
+    return packer->shares > 0 ? packer->shares : 1;
+}
+
+void
+arl_chunk_packer_share(arl_chunk_packer_t *packer, uint32_t share, uint32_t shares)
+{
+    if (packer->share != share || chunk_step(packer) != shares) {
+        arl_chunk_packer_free(packer, false);
+        packer->share = share;
+        packer->shares = shares;
+    }
+}
+
 static uintptr_t
 slot_address(const arl_chunk_packer_t *packer, int64_t chunk)
 {
@@ -129,7 +145,8 @@ make_plans(arl_chunk_packer_t *packer, const arl_export_request_t *request, arl_
     for (uint32_t i = 0; i < request->count; i++) {
         packer->views[i] = request->sources[i].view;
     }
-    for (int64_t k = 0; k < packer->stream.chunk_count && status == ARL_OK; k++) {
+    for (int64_t k = packer->share; k < packer->stream.chunk_count && status == ARL_OK;
+         k += chunk_step(packer)) {
         status = plan_chunk(packer, k, request->deadline, err);
         packer->plan_count = k + 1;
     }
@@ -166,7 +183,7 @@ arl_chunk_packer_table_bytes(const arl_chunk_packer_t *packer)
 {
     int64_t bytes = 0;
 
-    for (int64_t i = 0; i < packer->plan_count; i++) {
+    for (int64_t i = packer->share; i < packer->plan_count; i += chunk_step(packer)) {
         bytes += (int64_t)arl_cuda_plan_table_bytes(packer->plans[i]);
     }
     return bytes;
@@ -182,7 +199,8 @@ serve_planned(arl_chunk_server_t *server, arl_error_t *err)
     const uintptr_t base = 0;
     arl_status_t status = ARL_OK;
 
-    for (server->next = 0; server->next < packer->stream.chunk_count; server->next++) {
+    for (server->next = packer->share; server->next < packer->stream.chunk_count;
+         server->next += chunk_step(packer)) {
         if (server->next >= server->packed) {
             ARL_CHECK_GOTO(status, server->begin(server, err), done);
             ARL_CHECK_GOTO(

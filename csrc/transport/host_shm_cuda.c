@@ -18,7 +18,7 @@ static const int64_t STAGE_BYTES = (int64_t)64 << 20;
 arl_status_t
 arl_host_geometry(int64_t ring_bytes, arl_chunk_geometry_t *geometry_p, arl_error_t *err)
 {
-    return arl_chunk_geometry_make(ring_bytes, STAGE_BYTES, geometry_p, err);
+    return arl_chunk_geometry_make(ring_bytes, STAGE_BYTES, ARL_CHUNK_SLOTS, geometry_p, err);
 }
 
 /* ---- the stage: slots between a device and the file ------------------------------------------ */

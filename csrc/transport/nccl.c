@@ -95,7 +95,8 @@ find_setting(const char *text, size_t size, const char *name, size_t *length_p)
 }
 
 arl_status_t
-arl_nccl_settings_compare(const char *theirs, size_t theirs_size, arl_error_t *err)
+arl_nccl_settings_compare(const char *theirs, size_t theirs_size, const char *operation,
+                          const char *self, arl_error_t *err)
 {
     char ours[ARL_NCCL_SETTINGS_MAX], list[ARL_ERROR_TEXT_MAX / 2];
     const size_t ours_size = arl_nccl_settings_write(ours);
@@ -125,10 +126,10 @@ arl_nccl_settings_compare(const char *theirs, size_t theirs_size, arl_error_t *e
     if (list[0] == '\0') {
         return ARL_OK;
     }
-    return arl_error_set(err, ARL_ERR_UNAVAILABLE, "pull",
-                         "the sender and this receiver run NCCL with different settings, which it "
+    return arl_error_set(err, ARL_ERR_UNAVAILABLE, operation,
+                         "the offer's sender and %s run NCCL with different settings, which it "
                          "would not survive: %s; start both with the same ones",
-                         list);
+                         self, list);
 }
 
 const arl_transport_t arl_transport_nccl = {
@@ -141,6 +142,7 @@ const arl_transport_t arl_transport_nccl = {
     .probe = nccl_probe,
     .offer = arl_nccl_offer,
     .serve = arl_nccl_serve,
+    .join = arl_nccl_join,
     .destroy = arl_nccl_destroy,
     .discard = arl_nccl_discard,
     .open = arl_nccl_pull_open,

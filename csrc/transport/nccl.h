@@ -2,28 +2,37 @@
 #ifndef ARL_TRANSPORT_NCCL_H
 #define ARL_TRANSPORT_NCCL_H
 
+#include "core/arl_stream.h"
 #include "transport/arl_transport.h"
 #include "transport/cuda_chunks.h"
 #include "transport/nccl_api.h"
 
 /*
- * nccl: the weights go from the sender's GPU to those of the receivers through one communicator,
- * of which the sender is rank 0 and receiver i rank i + 1.
+ * nccl: the weights go from the GPUs of the senders to those of the receivers through one
+ * communicator. The sender that made the offer is rank 0, those that join it are the next ranks,
+ * the receivers the last: who has slot i of the control block is rank i + 1.
  *
  * The tensors are a stream of chunks. A chunk is packed into a bucket by one launch on the
  * engine's stream, while the one before it is on the wire: a stream of its own, on which NCCL
  * works. The receivers unpack in the same way. Events order the two streams, so the host only
  * posts and then looks on; a few chunks are posted ahead, never more than ARL_CUDA_QUEUE_MAX.
  *
+ * Of S senders, sender j packs and sends the chunks k with k % S == j. A round is S chunks, one of
+ * each sender, in buckets of their own, put on the wire as one group: NCCL is free to move them
+ * side by side, and all ranks put all groups there in the same order. With one receiver a chunk is
+ * sent to it. With several it is broadcast, and the other senders take it too, into the bucket
+ * where nothing of theirs is.
+ *
  * NCCL itself compares nothing, and what differs between two ranks shows as a hang. So everything
  * is compared before it is called:
  *
  *     sender    offer(): version, settings, device, buckets in the offer's blob
  *     receiver  open():  compares them; leaves a hello in its slot's message; slot sequence 1
+ *     co-sender join():  the same, and its tensors with those of the offer
  *     sender    serve(): when all have come, compares the hellos; puts a new unique id into each
  *                        message, unless all of them and it hold one communicator already; page
  *                        sequence = generation of the communicator * 2 + (1 when it is new)
- *     both               ncclCommInitRankConfig where it is new, and the transfer
+ *     all                ncclCommInitRankConfig where it is new, and the transfer
  *
  * A unique id is made when all have come, and not with the offer: each costs its maker a
  * listening socket and a thread until every rank has used it.
@@ -40,7 +49,7 @@ typedef struct arl_nccl_blob {
     uint32_t settings_size;
 } arl_nccl_blob_t;
 
-/* What a receiver leaves in its slot's message. */
+/* What a receiver or a co-sender leaves in its slot's message. */
 typedef struct arl_nccl_hello {
     uint8_t uuid[ARL_OFFER_ID_BYTES]; /* of its device */
     uint64_t layout_id;
@@ -60,26 +69,36 @@ enum { ARL_NCCL_SETTINGS_MAX = 4096 };
 /* "NAME=value" lines of the environment variables that all ranks must have alike. */
 size_t arl_nccl_settings_write(char text[ARL_NCCL_SETTINGS_MAX]);
 
-/* ARL_ERR_UNAVAILABLE names each one that differs, with both values. `theirs` may hold anything. */
-arl_status_t arl_nccl_settings_compare(const char *theirs, size_t theirs_size, arl_error_t *err);
+/* ARL_ERR_UNAVAILABLE names each one that differs, with both values. `theirs` may hold anything;
+ * `self` is "this receiver" or "this sender". */
+arl_status_t arl_nccl_settings_compare(const char *theirs, size_t theirs_size,
+                                       const char *operation, const char *self, arl_error_t *err);
 
 /* ---- one side's end ------------------------------------------------------------------------- */
 
 /* Who to look at while waiting, and for how long. */
 typedef struct arl_nccl_watch {
-    const char *operation; /* "serve", "pull" */
+    const char *operation; /* "serve", "join", "pull" */
     arl_deadline_t *deadline;
     arl_control_t *control;
     arl_status_t (*check)(arl_control_t *control, arl_error_t *err);
 } arl_nccl_watch_t;
 
+/* A place in a communicator. The first `senders` ranks send. */
+typedef struct arl_nccl_place {
+    int rank;
+    int world;
+    int senders;
+    uint64_t generation;               /* of the communicator, counted by its first rank; 0: none */
+    uint8_t nonce[ARL_OFFER_ID_BYTES]; /* of that sender */
+} arl_nccl_place_t;
+
 typedef struct arl_nccl_link {
     const arl_nccl_api_t *api;
     arl_cuda_engine_t *engine;
     arl_cu_stream_t wire;
-    arl_nccl_comm_t comm; /* NULL: not connected */
-    int world;
-    uint64_t generation; /* of `comm`, counted by its sender */
+    arl_nccl_comm_t comm;   /* NULL: not connected */
+    arl_nccl_place_t place; /* in `comm` */
     arl_cu_ptr_t buckets;
     arl_chunk_geometry_t geometry;
     bool stuck;             /* work did not end in time when it was last looked at */
@@ -101,8 +120,8 @@ arl_status_t arl_nccl_link_allocate(arl_nccl_link_t *link, const arl_chunk_geome
 bool arl_nccl_link_deallocate(arl_nccl_link_t *link);
 
 /* Joins the communicator of `id`. On failure there is none. */
-arl_status_t arl_nccl_link_connect(arl_nccl_link_t *link, const arl_nccl_id_t *id, int rank,
-                                   int world, uint64_t generation, const arl_nccl_watch_t *watch,
+arl_status_t arl_nccl_link_connect(arl_nccl_link_t *link, const arl_nccl_id_t *id,
+                                   const arl_nccl_place_t *place, const arl_nccl_watch_t *watch,
                                    arl_error_t *err);
 
 /* Ends the communicator; what is under way ends with it. */
@@ -117,10 +136,10 @@ bool arl_nccl_link_idle(arl_nccl_link_t *link);
 void arl_nccl_link_reset(arl_nccl_link_t *link);
 
 /*
- * Puts the transfer of `size` bytes between rank 0 and all the others on the wire, from or into
- * `buffer`, and returns when it has been launched. The device must be current.
+ * Puts this rank's part of a round on the wire, from and into the buckets of its chunks, and
+ * returns when it has been launched. The device must be current.
  */
-arl_status_t arl_nccl_link_post(arl_nccl_link_t *link, bool send, uintptr_t buffer, size_t size,
+arl_status_t arl_nccl_link_post(arl_nccl_link_t *link, const arl_stream_t *stream, int64_t round,
                                 const arl_nccl_watch_t *watch, arl_error_t *err);
 
 /* Waits until `queue`, one of the link's, has ended `goal` items. The device must be current. */
@@ -134,12 +153,47 @@ arl_nccl_link_bucket(const arl_nccl_link_t *link, int64_t chunk)
                                           (uintptr_t)link->geometry.slot_bytes;
 }
 
+/* Rounds that the buckets hold at a time. */
+static inline int64_t
+arl_nccl_link_depth(const arl_nccl_link_t *link, uint32_t senders)
+{
+    return link->geometry.slots / senders;
+}
+
+static inline int64_t
+arl_nccl_rounds(const arl_stream_t *stream, uint32_t senders)
+{
+    return (stream->chunk_count + senders - 1) / senders;
+}
+
+/* ---- meeting -------------------------------------------------------------------------------- */
+
+/* Rank 0: waits for all, compares them, tells them to begin, and connects. */
+arl_status_t arl_nccl_meet_lead(arl_nccl_link_t *link, const arl_stream_t *stream,
+                                const arl_offer_t *offer, const arl_nccl_watch_t *watch,
+                                arl_error_t *err);
+
+/* What can be compared with an offer's blob and unit: version, settings, buckets; devices, unless
+ * there is nothing to send. */
+arl_status_t arl_nccl_check_blob(const arl_offer_t *offer, const char *operation,
+                                 arl_chunk_geometry_t *geometry_p, arl_error_t *err);
+arl_status_t arl_nccl_check_device(const arl_offer_t *offer, const char *operation,
+                                   const arl_cuda_device_t *device, arl_error_t *err);
+
+/* The other ranks: says that this one has come, waits until rank 0 has seen all, and connects. */
+arl_status_t arl_nccl_meet_follow(arl_nccl_link_t *link, const arl_stream_t *stream,
+                                  const arl_offer_t *offer, const arl_nccl_watch_t *watch,
+                                  arl_error_t *err);
+
 /* ---- the functions of the vtable ---- */
 
 arl_status_t arl_nccl_offer(const arl_export_request_t *request, arl_offer_t *offer,
                             arl_export_t **export_p, arl_error_t *err);
 arl_status_t arl_nccl_serve(arl_export_t *export, const arl_offer_t *offer, const arl_feed_t *feed,
                             arl_deadline_t *deadline, arl_error_t *err);
+arl_status_t arl_nccl_join(const arl_export_request_t *request, const arl_offer_t *offer,
+                           uint32_t rank, arl_control_t *control, arl_sync_stats_t *stats,
+                           arl_error_t *err);
 void arl_nccl_destroy(arl_export_t *export, bool forked);
 void arl_nccl_discard(void **kept, bool forked);
 

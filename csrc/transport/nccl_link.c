@@ -167,6 +167,12 @@ nccl_failed(const arl_nccl_link_t *link, const arl_nccl_watch_t *watch, arl_nccl
         link->engine->device.ordinal);
 }
 
+static bool
+nccl_refused(arl_nccl_result_t result)
+{
+    return result != ARL_NCCL_SUCCESS && result != ARL_NCCL_IN_PROGRESS;
+}
+
 /* Whether NCCL is still busy in the background. */
 static bool
 nccl_busy(waiting_t *waiting)
@@ -228,15 +234,15 @@ link_wait(waiting_t *waiting, int64_t spin_ns, const char *what)
                          "after %.1f s, %s has not ended (NCCL with %d ranks, this one on device "
                          "%d); the communicator was aborted. Is timeout= long enough? "
                          "NCCL_DEBUG=INFO shows what NCCL waits for",
-                         arl_deadline_elapsed_s(watch->deadline), what, waiting->link->world,
+                         arl_deadline_elapsed_s(watch->deadline), what, waiting->link->place.world,
                          waiting->link->engine->device.ordinal);
 }
 
 /* ---- the communicator ----------------------------------------------------------------------- */
 
 arl_status_t
-arl_nccl_link_connect(arl_nccl_link_t *link, const arl_nccl_id_t *id, int rank, int world,
-                      uint64_t generation, const arl_nccl_watch_t *watch, arl_error_t *err)
+arl_nccl_link_connect(arl_nccl_link_t *link, const arl_nccl_id_t *id, const arl_nccl_place_t *place,
+                      const arl_nccl_watch_t *watch, arl_error_t *err)
 {
     arl_nccl_config_t config = ARL_NCCL_CONFIG_INIT;
     waiting_t waiting = {.link = link, .watch = watch, .err = err};
@@ -246,9 +252,10 @@ arl_nccl_link_connect(arl_nccl_link_t *link, const arl_nccl_id_t *id, int rank, 
     if (status != ARL_OK) {
         return status;
     }
-    link->world = world;
-    result = link->api->ncclCommInitRankConfig(&link->comm, world, *id, rank, &config);
-    if (result != ARL_NCCL_SUCCESS && result != ARL_NCCL_IN_PROGRESS) {
+    link->place = *place;
+    result =
+        link->api->ncclCommInitRankConfig(&link->comm, place->world, *id, place->rank, &config);
+    if (nccl_refused(result)) {
         link->comm = NULL;
         status = nccl_failed(link, watch, result, "ncclCommInitRankConfig",
                              "joining the communicator", err);
@@ -259,10 +266,8 @@ arl_nccl_link_connect(arl_nccl_link_t *link, const arl_nccl_id_t *id, int rank, 
     arl_cuda_device_pop(&link->engine->device);
     if (status != ARL_OK) {
         arl_nccl_link_abort(link);
-        return status;
     }
-    link->generation = generation;
-    return ARL_OK;
+    return status;
 }
 
 static bool
@@ -312,7 +317,7 @@ arl_nccl_link_abort(arl_nccl_link_t *link)
 {
     bool entered;
 
-    link->generation = 0;
+    link->place.generation = 0;
     if (link->comm == NULL) {
         return;
     }
@@ -333,29 +338,68 @@ arl_nccl_link_reset(arl_nccl_link_t *link)
     arl_cuda_queue_reset(&link->moved);
 }
 
-arl_status_t
-arl_nccl_link_post(arl_nccl_link_t *link, bool send, uintptr_t buffer, size_t size,
-                   const arl_nccl_watch_t *watch, arl_error_t *err)
+/* This rank's part in moving one chunk of sender `owner`; none where it is between two others. */
+static arl_nccl_result_t
+move_chunk(const arl_nccl_link_t *link, int owner, int64_t chunk, size_t size,
+           const char **operation_p)
 {
     const arl_nccl_api_t *api = link->api;
+    const arl_nccl_place_t *place = &link->place;
+    const int last = place->world - 1;
+    void *data = (void *)arl_nccl_link_bucket(link, chunk); /* NOLINT: an address of the device */
+
+    if (place->senders < last) { /* several receivers */
+        *operation_p = "ncclBroadcast";
+        return api->ncclBroadcast(data, data, size, ARL_NCCL_UINT8, owner, link->comm, link->wire);
+    }
+    if (place->rank == owner) {
+        *operation_p = "ncclSend";
+        return api->ncclSend(data, size, ARL_NCCL_UINT8, last, link->comm, link->wire);
+    }
+    if (place->rank == last) {
+        *operation_p = "ncclRecv";
+        return api->ncclRecv(data, size, ARL_NCCL_UINT8, owner, link->comm, link->wire);
+    }
+    return ARL_NCCL_SUCCESS;
+}
+
+/* The chunks of a round in one group, so that they go side by side. */
+static arl_nccl_result_t
+move_round(const arl_nccl_link_t *link, const arl_stream_t *stream, int64_t round,
+           const char **operation_p)
+{
+    const int64_t first = round * link->place.senders;
+    const bool grouped = link->place.senders > 1;
+    arl_nccl_result_t result = ARL_NCCL_SUCCESS, end;
+
+    *operation_p = "ncclGroupStart";
+    if (grouped && nccl_refused(result = link->api->ncclGroupStart())) {
+        return result;
+    }
+    for (int64_t k = first;
+         k < first + link->place.senders && k < stream->chunk_count && !nccl_refused(result); k++) {
+        result = move_chunk(link, (int)(k - first), k, (size_t)stream->fill[k], operation_p);
+    }
+    if (grouped) { /* also after a failure: the group is this thread's, and would stay open */
+        end = link->api->ncclGroupEnd();
+        if (!nccl_refused(result)) {
+            *operation_p = "ncclGroupEnd";
+            result = end;
+        }
+    }
+    return result;
+}
+
+arl_status_t
+arl_nccl_link_post(arl_nccl_link_t *link, const arl_stream_t *stream, int64_t round,
+                   const arl_nccl_watch_t *watch, arl_error_t *err)
+{
     waiting_t waiting = {.link = link, .watch = watch, .err = err};
-    const char *operation = "ncclBroadcast";
-    void *data = (void *)buffer; /* NOLINT: an address of the device */
-    arl_nccl_result_t result;
+    const char *operation;
+    arl_nccl_result_t result = move_round(link, stream, round, &operation);
     arl_status_t status;
 
-    if (link->world > 2) {
-        result = api->ncclBroadcast(data, data, size, ARL_NCCL_UINT8, 0, link->comm, link->wire);
-    }
-    else if (send) {
-        operation = "ncclSend";
-        result = api->ncclSend(data, size, ARL_NCCL_UINT8, 1, link->comm, link->wire);
-    }
-    else {
-        operation = "ncclRecv";
-        result = api->ncclRecv(data, size, ARL_NCCL_UINT8, 0, link->comm, link->wire);
-    }
-    if (result != ARL_NCCL_SUCCESS && result != ARL_NCCL_IN_PROGRESS) {
+    if (nccl_refused(result)) {
         return nccl_failed(link, watch, result, operation, "a transfer", err);
     }
     /* In progress, it may not be on the stream yet; an event put there now would come first. */
@@ -370,6 +414,7 @@ arl_nccl_link_reach(arl_nccl_link_t *link, arl_cuda_queue_t *queue, int64_t goal
     waiting_t waiting = {.link = link, .watch = watch, .queue = queue, .goal = goal, .err = err};
     char what[64];
 
-    (void)snprintf(what, sizeof(what), "chunk %lld of the transfer", (long long)goal - 1);
+    (void)snprintf(what, sizeof(what), "%s %lld of the transfer",
+                   link->place.senders > 1 ? "round" : "chunk", (long long)goal - 1);
     return queue->ended >= goal ? ARL_OK : link_wait(&waiting, LAUNCH_SPIN_NS, what);
 }

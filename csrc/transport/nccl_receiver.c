@@ -11,7 +11,6 @@ static const char PULL[] = "pull";
 typedef struct nccl_import {
     arl_import_t base;
     arl_nccl_link_t link;
-    uint8_t nonce[ARL_OFFER_ID_BYTES]; /* of the sender that the communicator is with */
     arl_chunk_unpacker_t unpacker;
     bool keep; /* the buckets, for the next pull */
 } nccl_import_t;
@@ -75,109 +74,6 @@ import_new(int ordinal, nccl_import_t **import_p, arl_error_t *err)
     return ARL_OK;
 }
 
-/* ---- before NCCL is touched ----------------------------------------------------------------- */
-
-static arl_status_t
-check_blob(const arl_offer_t *offer, arl_chunk_geometry_t *geometry_p, arl_error_t *err)
-{
-    arl_nccl_blob_t blob = {0};
-    const int version = arl_nccl_found()->version;
-    char theirs[ARL_LIBRARY_VERSION_MAX], ours[ARL_LIBRARY_VERSION_MAX];
-
-    if (offer->blob_size >= sizeof(blob)) {
-        memcpy(&blob, offer->blob, sizeof(blob));
-    }
-    if (offer->alloc_count != 0 || !arl_chunk_geometry_valid(&blob.geometry) ||
-        offer->blob_size - sizeof(blob) != blob.settings_size) {
-        return arl_error_set(err, ARL_ERR_SYNC, PULL,
-                             "offer is not valid: it describes no buckets of nccl");
-    }
-    if (blob.version != version) {
-        arl_nccl_version_text(blob.version, theirs, sizeof(theirs));
-        arl_nccl_version_text(version, ours, sizeof(ours));
-        return arl_error_set(err, ARL_ERR_UNAVAILABLE, PULL,
-                             "the sender runs NCCL %s and this receiver NCCL %s (%s), which do not "
-                             "work together; install the same one for both, or name it with "
-                             "ARCTIC_RL_C_NCCL",
-                             theirs, ours, arl_nccl_found()->path);
-    }
-    *geometry_p = blob.geometry;
-    return arl_nccl_settings_compare((const char *)offer->blob + sizeof(blob), blob.settings_size,
-                                     err);
-}
-
-static arl_status_t
-check_device(const arl_offer_t *offer, const arl_cuda_device_t *device, arl_error_t *err)
-{
-    char text[ARL_CUDA_UUID_TEXT];
-
-    if (memcmp(offer->unit.uuid, device->uuid, sizeof(device->uuid)) != 0) {
-        return ARL_OK;
-    }
-    arl_cuda_uuid_text(device->uuid, text);
-    return arl_error_set(err, ARL_ERR_UNAVAILABLE, PULL,
-                         "the sender and this receiver are both on %s, and NCCL places no two "
-                         "ranks on one GPU; make the sender with cuda_ipc=True, or with "
-                         "colocated=True for host_shm",
-                         text);
-}
-
-static bool
-sender_spoke(void *context)
-{
-    const arl_pull_t *pull = context;
-
-    return atomic_load_explicit(&arl_control_page(pull->control)->sequence, memory_order_acquire) !=
-           0;
-}
-
-static bool
-sender_well(void *context)
-{
-    const arl_pull_t *pull = context;
-
-    return arl_control_check_sender(pull->control, NULL) == ARL_OK;
-}
-
-/* Says that this receiver has come, and waits until the sender has seen all of them. */
-static arl_status_t
-meet(nccl_import_t *import, const arl_pull_t *pull, uint64_t *sequence_p, arl_error_t *err)
-{
-    arl_control_page_t *page = arl_control_page(pull->control);
-    arl_control_slot_t *slot = &page->slots[arl_control_slot(pull->control)];
-    arl_nccl_hello_t hello = {
-        .layout_id = pull->offer->layout_id,
-        .chunk_count = import->unpacker.stream.chunk_count,
-        .total_bytes = import->unpacker.stream.total_bytes,
-        .generation = memcmp(import->nonce, pull->offer->nonce, sizeof(import->nonce)) == 0
-                          ? import->link.generation
-                          : 0,
-    };
-    arl_status_t status;
-
-    memcpy(hello.uuid, import->link.engine->device.uuid, sizeof(hello.uuid));
-    memcpy(slot->message, &hello, sizeof(hello));
-    atomic_store_explicit(&slot->sequence, 1, memory_order_release);
-    status = arl_deadline_wait(pull->deadline, sender_spoke, sender_well, (void *)pull);
-    if (status == ARL_OK) {
-        *sequence_p = atomic_load_explicit(&page->sequence, memory_order_acquire);
-        return ARL_OK;
-    }
-    if (status == ARL_ERR_PEER_LOST) {
-        status = arl_control_check_sender(pull->control, err);
-        return status != ARL_OK ? status : ARL_ERR_PEER_LOST;
-    }
-    if (status == ARL_ERR_INTERRUPTED) {
-        return arl_error_set(err, status, PULL, "interrupted while waiting for the sender");
-    }
-    return arl_error_set(err, status, PULL,
-                         "after %.1f s, the sender (pid %lld) has not begun; is it in serve(), "
-                         "which must run at the same time as pull(), have all %u receivers come, "
-                         "and is timeout= long enough?",
-                         arl_deadline_elapsed_s(pull->deadline), (long long)pull->offer->sender.pid,
-                         pull->offer->receivers);
-}
-
 static arl_nccl_watch_t
 watch_of(const arl_pull_t *pull)
 {
@@ -185,28 +81,6 @@ watch_of(const arl_pull_t *pull)
                               .deadline = pull->deadline,
                               .control = pull->control,
                               .check = arl_control_check_sender};
-}
-
-/* What the sender said: the communicator at hand, or a new one. */
-static arl_status_t
-join(nccl_import_t *import, const arl_pull_t *pull, uint64_t sequence, arl_error_t *err)
-{
-    const arl_nccl_watch_t watch = watch_of(pull);
-    const uint32_t number = arl_control_slot(pull->control);
-    arl_nccl_id_t id;
-
-    if ((sequence & 1) == 0) {
-        return sequence >> 1 == import->link.generation
-                   ? ARL_OK
-                   : arl_error_set(err, ARL_ERR_SYNC, PULL,
-                                   "the sender goes on with a communicator that this receiver is "
-                                   "not part of");
-    }
-    arl_nccl_link_finish(&import->link);
-    memcpy(&id, arl_control_page(pull->control)->slots[number].message, sizeof(id));
-    memcpy(import->nonce, pull->offer->nonce, sizeof(import->nonce));
-    return arl_nccl_link_connect(&import->link, &id, (int)number + 1,
-                                 (int)pull->offer->receivers + 1, sequence >> 1, &watch, err);
 }
 
 /* The device that receives. */
@@ -225,8 +99,8 @@ arl_status_t
 arl_nccl_pull_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t *err)
 {
     nccl_import_t *import = (nccl_import_t *)*import_io;
+    const arl_nccl_watch_t watch = watch_of(pull);
     arl_chunk_geometry_t geometry;
-    uint64_t sequence = 0;
     int ordinal = -1;
     arl_status_t status;
 
@@ -235,7 +109,7 @@ arl_nccl_pull_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t
                              "views() shows the sender's own memory, which nccl does not reach; "
                              "use pull() into tensors of your own");
     }
-    ARL_CHECK_GOTO(status, check_blob(pull->offer, &geometry, err), done);
+    ARL_CHECK_GOTO(status, arl_nccl_check_blob(pull->offer, PULL, &geometry, err), done);
     ARL_CHECK_GOTO(status, find_device(pull, &ordinal, err), done);
     if (import != NULL && import->base.device_index != ordinal) {
         arl_nccl_pull_close(import_io, false);
@@ -252,41 +126,46 @@ arl_nccl_pull_open(const arl_pull_t *pull, arl_import_t **import_io, arl_error_t
                    done);
     import->base.fallback = import->link.engine->fallback_reason;
     if (import->unpacker.stream.chunk_count > 0) {
-        ARL_CHECK_GOTO(status, check_device(pull->offer, &import->link.engine->device, err), done);
+        ARL_CHECK_GOTO(status,
+                       arl_nccl_check_device(pull->offer, PULL, &import->link.engine->device, err),
+                       done);
     }
     import->base.extra_bytes = (int64_t)arl_chunk_geometry_bytes(&geometry) +
                                arl_chunk_unpacker_table_bytes(&import->unpacker);
-    ARL_CHECK_GOTO(status, meet(import, pull, &sequence, err), done);
-    if (import->unpacker.stream.chunk_count > 0) {
-        status = join(import, pull, sequence, err);
-    }
+    status =
+        arl_nccl_meet_follow(&import->link, &import->unpacker.stream, pull->offer, &watch, err);
 done:
     return status;
 }
 
 /* ---- receiving ------------------------------------------------------------------------------ */
 
+/* One chunk of each sender. */
 static arl_status_t
-take_chunk(nccl_import_t *import, int64_t chunk, const arl_nccl_watch_t *watch, arl_error_t *err)
+take_round(nccl_import_t *import, int64_t round, uint32_t senders, const arl_nccl_watch_t *watch,
+           arl_error_t *err)
 {
+    const arl_stream_t *stream = &import->unpacker.stream;
     arl_nccl_link_t *link = &import->link;
-    const uintptr_t bucket = arl_nccl_link_bucket(link, chunk);
-    const size_t size = (size_t)import->unpacker.stream.fill[chunk];
+    const int64_t first = round * senders;
     arl_status_t status;
 
     ARL_CHECK_GOTO(
-        status, arl_nccl_link_reach(link, &link->moved, chunk - ARL_CUDA_QUEUE_MAX + 1, watch, err),
+        status, arl_nccl_link_reach(link, &link->moved, round - ARL_CUDA_QUEUE_MAX + 1, watch, err),
         done);
-    /* Into a bucket that has been emptied; out of it when it is full. */
-    ARL_CHECK_GOTO(
-        status, arl_cuda_queue_follow(&link->moved, chunk - link->geometry.slots, link->wire, err),
-        done);
-    ARL_CHECK_GOTO(status, arl_nccl_link_post(link, false, bucket, size, watch, err), done);
-    ARL_CHECK_GOTO(status, arl_cuda_queue_follow(&link->wired, chunk, link->engine->stream, err),
-                   done);
+    /* Into buckets that have been emptied; out of them when they are full. */
     ARL_CHECK_GOTO(status,
-                   arl_chunk_unpacker_run(&import->unpacker, chunk, (uintptr_t)link->buckets, err),
+                   arl_cuda_queue_follow(&link->moved, round - arl_nccl_link_depth(link, senders),
+                                         link->wire, err),
                    done);
+    ARL_CHECK_GOTO(status, arl_nccl_link_post(link, stream, round, watch, err), done);
+    ARL_CHECK_GOTO(status, arl_cuda_queue_follow(&link->wired, round, link->engine->stream, err),
+                   done);
+    for (int64_t k = first; k < first + senders && k < stream->chunk_count; k++) {
+        ARL_CHECK_GOTO(status,
+                       arl_chunk_unpacker_run(&import->unpacker, k, (uintptr_t)link->buckets, err),
+                       done);
+    }
     status = arl_cuda_queue_mark(&link->moved, err);
 done:
     return status;
@@ -299,6 +178,7 @@ arl_nccl_pull_copy(const arl_pull_t *pull, arl_import_t *base, arl_error_t *err)
     arl_nccl_link_t *link = &import->link;
     const arl_cuda_device_t *device = &link->engine->device;
     const arl_nccl_watch_t watch = watch_of(pull);
+    const int64_t rounds = arl_nccl_rounds(&import->unpacker.stream, pull->offer->senders);
     arl_status_t status;
 
     /* What the caller's stream still reads of the old weights comes first. */
@@ -311,8 +191,8 @@ arl_nccl_pull_copy(const arl_pull_t *pull, arl_import_t *base, arl_error_t *err)
         return status;
     }
     arl_nccl_link_reset(link);
-    for (int64_t k = 0; k < import->unpacker.stream.chunk_count && status == ARL_OK; k++) {
-        status = take_chunk(import, k, &watch, err);
+    for (int64_t k = 0; k < rounds && status == ARL_OK; k++) {
+        status = take_round(import, k, pull->offer->senders, &watch, err);
     }
     if (status == ARL_OK) {
         status = arl_nccl_link_reach(link, &link->moved, link->moved.launched, &watch, err);

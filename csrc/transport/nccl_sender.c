@@ -9,6 +9,7 @@
 
 static const char OFFER[] = "offer";
 static const char SERVE[] = "serve";
+static const char JOIN[] = "join";
 
 /*
  * What outlives an offer: the communicator always, buckets and tables when the sender keeps them.
@@ -26,9 +27,6 @@ typedef struct nccl_export {
     bool keep; /* the buckets, for the next offer */
     uint8_t *blob;
 } nccl_export_t;
-
-/* Numbers of communicators, of all senders of this process. */
-static _Atomic uint64_t generations;
 
 /* ---- the hub -------------------------------------------------------------------------------- */
 
@@ -133,28 +131,43 @@ write_blob(const hub_t *hub, nccl_export_t *export, arl_offer_t *offer, arl_erro
     return ARL_OK;
 }
 
-/* Buckets and tables for the tensors of this offer. */
+/* Buckets and tables for the tensors of an offer, of which this sender has a share. */
 static arl_status_t
-prepare(hub_t *hub, const arl_export_request_t *request, const arl_offer_t *offer, bool complete,
-        arl_error_t *err)
+prepare(hub_t *hub, const arl_export_request_t *request, const arl_offer_t *offer, uint32_t rank,
+        const arl_chunk_geometry_t *geometry, bool complete, arl_error_t *err)
 {
-    arl_chunk_geometry_t geometry;
-    arl_status_t status =
-        arl_chunk_geometry_make(request->ring_bytes, ARL_NCCL_BYTES, &geometry, err);
+    arl_status_t status = arl_nccl_link_allocate(&hub->link, geometry, err);
 
-    if (status == ARL_OK) {
-        status = arl_nccl_link_allocate(&hub->link, &geometry, err);
-    }
     if (status != ARL_OK) {
         return status;
     }
     if (hub->packer.memory != hub->link.buckets ||
-        memcmp(&hub->packer.geometry, &geometry, sizeof(geometry)) != 0) {
+        memcmp(&hub->packer.geometry, geometry, sizeof(*geometry)) != 0) {
         arl_chunk_packer_free(&hub->packer, false);
         hub->packer.memory = hub->link.buckets;
-        hub->packer.geometry = geometry;
+        hub->packer.geometry = *geometry;
     }
+    arl_chunk_packer_share(&hub->packer, rank, request->senders);
     return arl_chunk_packer_prepare(&hub->packer, request, offer, complete, err);
+}
+
+static arl_status_t
+check_complete(uint32_t senders, bool complete, const char *operation, arl_error_t *err)
+{
+    if (senders > 1 && !complete) {
+        return arl_error_set(err, ARL_ERR_VALUE, operation,
+                             "some tensors come only during serve(), and with senders=%u each "
+                             "sender needs all of them at %s(); use one sender to feed them",
+                             senders, operation);
+    }
+    return ARL_OK;
+}
+
+static int64_t
+extra_bytes(const hub_t *hub)
+{
+    return (int64_t)arl_chunk_geometry_bytes(&hub->link.geometry) +
+           arl_chunk_packer_table_bytes(&hub->packer);
 }
 
 arl_status_t
@@ -162,6 +175,7 @@ arl_nccl_offer(const arl_export_request_t *request, arl_offer_t *offer, arl_expo
                arl_error_t *err)
 {
     nccl_export_t *export = calloc(1, sizeof(*export));
+    arl_chunk_geometry_t geometry;
     bool complete = false;
     int ordinal = 0;
     hub_t *hub;
@@ -171,18 +185,23 @@ arl_nccl_offer(const arl_export_request_t *request, arl_offer_t *offer, arl_expo
         return arl_error_set(err, ARL_ERR_NOMEM, OFFER, "out of memory");
     }
     ARL_CHECK_GOTO(status, arl_chunk_survey(request, &ordinal, &complete, err), free_export);
+    ARL_CHECK_GOTO(status, check_complete(request->senders, complete, OFFER, err), free_export);
+    ARL_CHECK_GOTO(status,
+                   arl_chunk_geometry_make(request->ring_bytes, ARL_NCCL_BYTES,
+                                           ARL_CHUNK_SLOTS * request->senders, &geometry, err),
+                   free_export);
     arl_stream_place(offer);
     ARL_CHECK_GOTO(status, take_hub(request, ordinal, &export->hub, err), free_export);
     hub = export->hub;
     export->keep = request->keep;
-    ARL_CHECK_GOTO(status, prepare(hub, request, offer, complete, err), destroy_export);
+    ARL_CHECK_GOTO(status, prepare(hub, request, offer, 0, &geometry, complete, err),
+                   destroy_export);
     ARL_CHECK_GOTO(status, arl_cuda_offer_settle(request, hub->link.engine, err), destroy_export);
     ARL_CHECK_GOTO(status, write_blob(hub, export, offer, err), destroy_export);
     ARL_CHECK_GOTO(status, arl_cuda_offer_checksums(request, hub->link.engine, offer, err),
                    destroy_export);
     export->base.bytes = hub->packer.stream.total_bytes;
-    export->base.extra_bytes = (int64_t)arl_chunk_geometry_bytes(&hub->link.geometry) +
-                               arl_chunk_packer_table_bytes(&hub->packer);
+    export->base.extra_bytes = extra_bytes(hub);
     *export_p = &export->base;
     return ARL_OK;
 destroy_export:
@@ -194,177 +213,13 @@ free_export:
     return status;
 }
 
-/* ---- before NCCL is touched ----------------------------------------------------------------- */
-
-static bool
-all_have_come(void *context)
-{
-    const arl_nccl_watch_t *watch = context;
-    arl_control_page_t *page = arl_control_page(watch->control);
-
-    for (uint32_t i = 0; i < page->receivers; i++) {
-        if (atomic_load_explicit(&page->slots[i].sequence, memory_order_acquire) == 0) {
-            return false;
-        }
-    }
-    return true;
-}
-
-static bool
-receivers_well(void *context)
-{
-    const arl_nccl_watch_t *watch = context;
-
-    return watch->check(watch->control, NULL) == ARL_OK;
-}
-
-static arl_status_t
-wait_for_hellos(const arl_nccl_watch_t *watch, arl_error_t *err)
-{
-    arl_control_page_t *page = arl_control_page(watch->control);
-    uint32_t came = 0;
-    arl_status_t status =
-        arl_deadline_wait(watch->deadline, all_have_come, receivers_well, (void *)watch);
-
-    if (status == ARL_OK) {
-        return ARL_OK;
-    }
-    if (status == ARL_ERR_PEER_LOST) {
-        status = watch->check(watch->control, err);
-        return status != ARL_OK ? status : ARL_ERR_PEER_LOST;
-    }
-    for (uint32_t i = 0; i < page->receivers; i++) {
-        came += atomic_load_explicit(&page->slots[i].sequence, memory_order_acquire) != 0;
-    }
-    if (status == ARL_ERR_INTERRUPTED) {
-        return arl_error_set(err, status, SERVE, "interrupted while waiting for receivers");
-    }
-    return arl_error_set(err, status, SERVE,
-                         "after %.1f s, %u of %u receivers have come, and NCCL needs all of them "
-                         "at once; did every one call pull() with this offer, and is receivers= "
-                         "right?",
-                         arl_deadline_elapsed_s(watch->deadline), came, page->receivers);
-}
-
-/* Two ranks on one device: NCCL would refuse that too, with less to say. */
-static arl_status_t
-check_devices(const arl_nccl_hello_t *hellos, uint32_t count, arl_error_t *err)
-{
-    char text[ARL_CUDA_UUID_TEXT];
-
-    for (uint32_t i = 0; i < count; i++) {
-        for (uint32_t j = 0; j < i; j++) {
-            if (memcmp(hellos[i].uuid, hellos[j].uuid, sizeof(hellos[i].uuid)) == 0) {
-                arl_cuda_uuid_text(hellos[i].uuid, text);
-                return arl_error_set(err, ARL_ERR_UNAVAILABLE, SERVE,
-                                     "receivers %u and %u are both on %s, and NCCL places no two "
-                                     "ranks on one GPU; give each a GPU of its own, or serve them "
-                                     "with a sender on that GPU over cuda_ipc",
-                                     j, i, text);
-            }
-        }
-    }
-    return ARL_OK;
-}
-
-/* Whether all of them hold the communicator that this side holds. */
-static bool
-connected(const arl_nccl_link_t *link, const arl_nccl_hello_t *hellos, uint32_t count)
-{
-    if (link->comm == NULL || link->world != (int)count + 1) {
-        return false;
-    }
-    for (uint32_t i = 0; i < count; i++) {
-        if (hellos[i].generation != link->generation) {
-            return false;
-        }
-    }
-    return true;
-}
-
-static arl_status_t
-read_hellos(const hub_t *hub, const arl_control_page_t *page, arl_nccl_hello_t *hellos,
-            arl_error_t *err)
-{
-    const arl_stream_t *stream = &hub->packer.stream;
-
-    for (uint32_t i = 0; i < page->receivers; i++) {
-        memcpy(&hellos[i], page->slots[i].message, sizeof(hellos[i]));
-        if (hellos[i].layout_id != hub->packer.layout_id ||
-            hellos[i].chunk_count != stream->chunk_count ||
-            hellos[i].total_bytes != stream->total_bytes) {
-            return arl_error_set(
-                err, ARL_ERR_MISMATCH, SERVE,
-                "receiver %u expects %lld chunks of %lld bytes (layout %016llx), "
-                "the offer has %lld of %lld (%016llx): it read another offer, or "
-                "is another version of arctic_rl_c",
-                i, (long long)hellos[i].chunk_count, (long long)hellos[i].total_bytes,
-                (unsigned long long)hellos[i].layout_id, (long long)stream->chunk_count,
-                (long long)stream->total_bytes, (unsigned long long)hub->packer.layout_id);
-        }
-    }
-    return stream->chunk_count > 0 ? check_devices(hellos, page->receivers, err) : ARL_OK;
-}
-
-/* Tells all receivers to begin, and joins the communicator if it is a new one. */
-static arl_status_t
-connect_all(hub_t *hub, const arl_nccl_hello_t *hellos, const arl_nccl_watch_t *watch,
-            arl_error_t *err)
-{
-    arl_control_page_t *page = arl_control_page(watch->control);
-    arl_nccl_link_t *link = &hub->link;
-    arl_nccl_result_t result;
-    arl_nccl_id_t id;
-    uint64_t generation;
-
-    if (connected(link, hellos, page->receivers)) {
-        atomic_store_explicit(&page->sequence, link->generation << 1, memory_order_release);
-        return ARL_OK;
-    }
-    arl_nccl_link_finish(link);
-    result = link->api->ncclGetUniqueId(&id);
-    if (result != ARL_NCCL_SUCCESS) {
-        return arl_nccl_error_set(link->api, err, ARL_ERR_SYNC, result, NULL, "ncclGetUniqueId",
-                                  "no communicator can be made here; does NCCL_SOCKET_IFNAME name "
-                                  "an interface that is there?");
-    }
-    for (uint32_t i = 0; i < page->receivers; i++) {
-        memcpy(page->slots[i].message, &id, sizeof(id));
-    }
-    generation = atomic_fetch_add(&generations, 1) + 1;
-    atomic_store_explicit(&page->sequence, generation << 1 | 1, memory_order_release);
-    return arl_nccl_link_connect(link, &id, 0, (int)page->receivers + 1, generation, watch, err);
-}
-
-static arl_status_t
-meet(hub_t *hub, const arl_nccl_watch_t *watch, arl_error_t *err)
-{
-    arl_control_page_t *page = arl_control_page(watch->control);
-    arl_nccl_hello_t *hellos = calloc(page->receivers, sizeof(*hellos));
-    arl_status_t status;
-
-    if (hellos == NULL) {
-        return arl_error_set(err, ARL_ERR_NOMEM, SERVE, "out of memory for %u receivers",
-                             page->receivers);
-    }
-    ARL_CHECK_GOTO(status, wait_for_hellos(watch, err), free_hellos);
-    ARL_CHECK_GOTO(status, read_hellos(hub, page, hellos, err), free_hellos);
-    if (hub->packer.stream.chunk_count == 0) { /* no bytes, no communicator */
-        atomic_store_explicit(&page->sequence, 2, memory_order_release);
-        goto free_hellos;
-    }
-    ARL_CHECK_GOTO(status, connect_all(hub, hellos, watch, err), free_hellos);
-free_hellos:
-    free(hellos);
-    return status;
-}
-
 /* ---- serving -------------------------------------------------------------------------------- */
 
 typedef struct nccl_server {
     arl_chunk_server_t base;
     arl_nccl_link_t *link;
     arl_nccl_watch_t watch;
+    uint32_t rank, senders;
 } nccl_server_t;
 
 static arl_status_t
@@ -372,10 +227,11 @@ chunk_begin(arl_chunk_server_t *base, arl_error_t *err)
 {
     nccl_server_t *server = (nccl_server_t *)base;
     arl_nccl_link_t *link = server->link;
-    /* The chunk that was in this bucket before. Fed copies are waited for by the host, with an eye
-     * on the deadline only, so they do not begin before they can end. */
-    const int64_t before = base->next - link->geometry.slots;
-    const int64_t room = base->next - ARL_CUDA_QUEUE_MAX + 1;
+    const int64_t round = base->next / server->senders;
+    /* The round that was in these buckets before. Fed copies are waited for by the host, with an
+     * eye on the deadline only, so they do not begin before they can end. */
+    const int64_t before = round - arl_nccl_link_depth(link, server->senders);
+    const int64_t room = round - ARL_CUDA_QUEUE_MAX + 1;
     arl_status_t status = arl_nccl_link_reach(
         link, &link->wired, base->feed != NULL ? before + 1 : room, &server->watch, err);
 
@@ -389,18 +245,18 @@ chunk_end(arl_chunk_server_t *base, arl_error_t *err)
 {
     nccl_server_t *server = (nccl_server_t *)base;
     arl_nccl_link_t *link = server->link;
+    const int64_t round = base->next / server->senders;
     arl_status_t status = ARL_OK;
 
     if (base->next >= base->packed) {
         status = arl_cuda_queue_mark(&link->moved, err);
     }
     if (status == ARL_OK) {
-        status = arl_cuda_queue_follow(&link->moved, base->next, link->wire, err);
+        status = arl_cuda_queue_follow(&link->moved, round, link->wire, err);
     }
-    return status != ARL_OK ? status
-                            : arl_nccl_link_post(link, true, arl_nccl_link_bucket(link, base->next),
-                                                 (size_t)base->packer->stream.fill[base->next],
-                                                 &server->watch, err);
+    return status != ARL_OK
+               ? status
+               : arl_nccl_link_post(link, &base->packer->stream, round, &server->watch, err);
 }
 
 /* What feeds the tensors runs code of the caller's, which may well wait for the device (a free, a
@@ -414,6 +270,18 @@ all_sent(arl_chunk_server_t *base, arl_error_t *err)
     return arl_nccl_link_reach(link, &link->wired, link->wired.launched, &server->watch, err);
 }
 
+/* The last round may have no chunk of this sender; the others' pass through it all the same. */
+static arl_status_t
+last_round(nccl_server_t *server, arl_error_t *err)
+{
+    const arl_stream_t *stream = &server->base.packer->stream;
+    const int64_t last = arl_nccl_rounds(stream, server->senders) - 1;
+
+    return last < 0 || last * server->senders + server->rank < stream->chunk_count
+               ? ARL_OK
+               : arl_nccl_link_post(server->link, stream, last, &server->watch, err);
+}
+
 /* Fills the buckets once, before anybody has come: the first chunks need not be waited for. */
 static arl_status_t
 pack_ahead(nccl_server_t *server, arl_error_t *err)
@@ -423,12 +291,13 @@ pack_ahead(nccl_server_t *server, arl_error_t *err)
     const uintptr_t zero = 0;
     arl_status_t status = ARL_OK;
 
-    while (base->feed == NULL && base->packed < packer->geometry.slots &&
-           base->packed < packer->stream.chunk_count && status == ARL_OK) {
-        status = arl_cuda_plan_run(packer->plans[base->packed], &zero, packer->engine->stream, err);
+    for (int64_t k = server->rank; base->feed == NULL && k < packer->geometry.slots &&
+                                   k < packer->stream.chunk_count && status == ARL_OK;
+         k += server->senders) {
+        status = arl_cuda_plan_run(packer->plans[k], &zero, packer->engine->stream, err);
         if (status == ARL_OK) {
             status = arl_cuda_queue_mark(&server->link->moved, err);
-            base->packed++;
+            base->packed = k + 1;
         }
     }
     return status;
@@ -436,17 +305,73 @@ pack_ahead(nccl_server_t *server, arl_error_t *err)
 
 /* The device is current. */
 static arl_status_t
-send_all(nccl_server_t *server, hub_t *hub, arl_error_t *err)
+send_all(nccl_server_t *server, arl_error_t *err)
 {
-    arl_status_t status = pack_ahead(server, err);
+    const arl_stream_t *stream = &server->base.packer->stream;
+    const arl_offer_t *offer = server->base.offer;
+    arl_status_t status;
 
-    if (status == ARL_OK) {
-        status = meet(hub, &server->watch, err);
-    }
+    ARL_CHECK_GOTO(status, pack_ahead(server, err), done);
+    status = server->rank == 0
+                 ? arl_nccl_meet_lead(server->link, stream, offer, &server->watch, err)
+                 : arl_nccl_meet_follow(server->link, stream, offer, &server->watch, err);
     if (status == ARL_OK) {
         status = arl_chunk_serve(&server->base, err);
     }
-    return status == ARL_OK ? all_sent(&server->base, err) : status;
+    if (status == ARL_OK) {
+        status = last_round(server, err);
+    }
+    if (status == ARL_OK) {
+        status = all_sent(&server->base, err);
+    }
+done:
+    return status;
+}
+
+/* This sender's part of one sync, from before the meeting to the last byte. */
+static arl_status_t
+run_server(nccl_server_t *server, arl_error_t *err)
+{
+    arl_nccl_link_t *link = server->link;
+    const arl_cuda_device_t *device = &link->engine->device;
+    const arl_control_page_t *page = arl_control_page(server->watch.control);
+    arl_status_t status = arl_cuda_device_push(device, err);
+
+    if (status != ARL_OK) {
+        return status;
+    }
+    arl_nccl_link_reset(link);
+    status = send_all(server, err);
+    arl_cuda_device_pop(device);
+    if (status != ARL_OK) {
+        /* Where nobody has been told to begin, the communicator is as good as before. */
+        if (atomic_load(&page->sequence) != 0) {
+            arl_nccl_link_abort(link);
+        }
+        (void)arl_nccl_link_idle(link); /* the caller's tensors may go now */
+    }
+    return status;
+}
+
+static nccl_server_t
+server_of(hub_t *hub, const arl_offer_t *offer, uint32_t rank, arl_control_t *control,
+          arl_deadline_t *deadline)
+{
+    return (nccl_server_t){
+        .base = {.packer = &hub->packer,
+                 .offer = offer,
+                 .deadline = deadline,
+                 .begin = chunk_begin,
+                 .end = chunk_end,
+                 .fed = all_sent,
+                 .quiet = all_sent},
+        .link = &hub->link,
+        .watch = {.operation = rank == 0 ? SERVE : JOIN,
+                  .deadline = deadline,
+                  .control = control,
+                  .check = rank == 0 ? arl_control_check_receivers : arl_control_check_sender},
+        .rank = rank,
+        .senders = offer->senders};
 }
 
 arl_status_t
@@ -454,39 +379,76 @@ arl_nccl_serve(arl_export_t *base, const arl_offer_t *offer, const arl_feed_t *f
                arl_deadline_t *deadline, arl_error_t *err)
 {
     hub_t *hub = ((nccl_export_t *)base)->hub;
-    const arl_cuda_device_t *device = &hub->link.engine->device;
-    nccl_server_t server = {.base = {.packer = &hub->packer,
-                                     .offer = offer,
-                                     .feed = feed,
-                                     .deadline = deadline,
-                                     .begin = chunk_begin,
-                                     .end = chunk_end,
-                                     .fed = all_sent,
-                                     .quiet = all_sent},
-                            .link = &hub->link,
-                            .watch = {.operation = SERVE,
-                                      .deadline = deadline,
-                                      .control = base->control,
-                                      .check = arl_control_check_receivers}};
+    nccl_server_t server = server_of(hub, offer, 0, base->control, deadline);
     arl_status_t status;
 
+    server.base.feed = feed;
     if (atomic_load(&arl_control_page(base->control)->sequence) != 0) {
         return arl_error_set(err, ARL_ERR_SYNC, SERVE,
                              "this offer was served already; make a new one with offer()");
     }
+    if (feed != NULL && offer->senders > 1) {
+        return arl_error_set(err, ARL_ERR_VALUE, SERVE,
+                             "with senders=%u the tensors are those of offer(); serve() takes none",
+                             offer->senders);
+    }
     status = arl_chunk_serve_check(&server.base, err);
-    if (status != ARL_OK || (status = arl_cuda_device_push(device, err)) != ARL_OK) {
-        return status;
+    return status != ARL_OK ? status : run_server(&server, err);
+}
+
+/* ---- taking part in another sender's offer -------------------------------------------------- */
+
+static arl_status_t
+join_with(hub_t *hub, const arl_export_request_t *request, const arl_offer_t *offer, uint32_t rank,
+          const arl_chunk_geometry_t *geometry, arl_control_t *control, arl_error_t *err)
+{
+    nccl_server_t server = server_of(hub, offer, rank, control, request->deadline);
+    arl_status_t status;
+
+    ARL_CHECK_GOTO(status, prepare(hub, request, offer, rank, geometry, true, err), done);
+    if (hub->packer.stream.chunk_count > 0) {
+        ARL_CHECK_GOTO(status, arl_nccl_check_device(offer, JOIN, &hub->link.engine->device, err),
+                       done);
     }
-    arl_nccl_link_reset(&hub->link);
-    status = send_all(&server, hub, err);
-    arl_cuda_device_pop(device);
-    if (status != ARL_OK) {
-        /* Where nobody has been told to begin, the communicator is as good as before. */
-        if (atomic_load(&arl_control_page(base->control)->sequence) != 0) {
-            arl_nccl_link_abort(&hub->link);
-        }
-        (void)arl_nccl_link_idle(&hub->link); /* the caller's tensors may go now */
+    ARL_CHECK_GOTO(status, arl_cuda_offer_settle(request, hub->link.engine, err), done);
+    status = run_server(&server, err);
+done:
+    return status;
+}
+
+/* All of these tensors must be there, on one device. */
+static arl_status_t
+survey(const arl_export_request_t *request, int *ordinal_p, arl_error_t *err)
+{
+    bool complete = false;
+    arl_status_t status = arl_chunk_survey(request, ordinal_p, &complete, err);
+
+    if (status == ARL_OK && request->sources[0].view.device_type != ARL_DEVICE_CUDA) {
+        return arl_error_set(err, ARL_ERR_UNAVAILABLE, JOIN,
+                             "nccl moves tensors of GPU memory, and these are in CPU memory");
     }
+    return status != ARL_OK ? status : check_complete(request->senders, complete, JOIN, err);
+}
+
+arl_status_t
+arl_nccl_join(const arl_export_request_t *request, const arl_offer_t *offer, uint32_t rank,
+              arl_control_t *control, arl_sync_stats_t *stats, arl_error_t *err)
+{
+    arl_chunk_geometry_t geometry;
+    int ordinal = 0;
+    hub_t *hub;
+    arl_status_t status;
+
+    ARL_CHECK_GOTO(status, arl_nccl_check_blob(offer, JOIN, &geometry, err), done);
+    ARL_CHECK_GOTO(status, survey(request, &ordinal, err), done);
+    ARL_CHECK_GOTO(status, take_hub(request, ordinal, &hub, err), done);
+    status = join_with(hub, request, offer, rank, &geometry, control, err);
+    stats->bytes = hub->packer.stream.total_bytes;
+    stats->extra_bytes = extra_bytes(hub);
+    if (!request->keep) {
+        drop_buckets(hub);
+    }
+    hub_free(hub, false);
+done:
     return status;
 }

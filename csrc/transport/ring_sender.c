@@ -110,8 +110,8 @@ take_ring(const arl_export_request_t *request, int ordinal, ring_t **ring_p, arl
 {
     ring_t *ring = *request->kept;
     arl_chunk_geometry_t geometry;
-    arl_status_t status =
-        arl_chunk_geometry_make(request->ring_bytes, ARL_RING_BYTES, &geometry, err);
+    arl_status_t status = arl_chunk_geometry_make(request->ring_bytes, ARL_RING_BYTES,
+                                                  ARL_CHUNK_SLOTS, &geometry, err);
 
     if (status != ARL_OK) {
         return status;
