@@ -47,11 +47,11 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> list[int]:
     return [int(t.flatten().view(torch.int16).to(torch.int64).sum()) for t in tensors.values()]
 
 
-def join(rank: int, port: int) -> None:
+def join(rank: int, port: int, world: int = 2) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device)
+    dist.init_process_group("nccl", rank=rank, world_size=world, device_id=device)
 
 
 class End:

@@ -6,7 +6,8 @@
 #
 # Needs a Python with torch (CUDA), NumPy, pytest and hypothesis, and a C compiler. PYTHON chooses
 # the interpreter, ARL_LIBYAML_DIR where libyaml is; REPEATS the timed runs; PARTS which parts
-# (default: all of "test sanitize bench smoke"). What needs two GPUs is left out on one, by name.
+# (default: all of "test sanitize bench smoke"). What needs more GPUs than there are is left out, by
+# name.
 # Each part has a limit of time. The exit status is the number of parts that failed.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -67,6 +68,14 @@ if wanted bench; then
         run bench-nccl 180 "$python" bench_nccl.py --repeats "$repeats" --json "$out/nccl.json"
     else
         echo "bench-nccl: one GPU, not done"
+    fi
+    if [ "$gpus" -ge 3 ]; then
+        for model in qwen3-0.6b qwen3-8b; do
+            run "bench-nccl-many-$model" 240 "$python" bench_nccl_many.py --model "$model" \
+                --repeats "$repeats" --json "$out/nccl_many_$model.json"
+        done
+    else
+        echo "bench-nccl-many: fewer than three GPUs, not done"
     fi
 fi
 

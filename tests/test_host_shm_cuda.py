@@ -387,7 +387,7 @@ def test_the_same_process(driver: fakes.Driver, keep: bool) -> None:
     ("at", "code", "value", "text"),
     [
         ("slots", "I", 0, "it describes no slots"),
-        ("slots", "I", 9, "it describes no slots"),
+        ("slots", "I", 17, "it describes no slots"),
         ("slot_bytes", "Q", 1 << 62, "it describes no slots"),
         ("first", "Q", 256, r"tensor 0 \(a\) is not where host_shm puts it"),
         ("second", "Q", 0, r"tensor 1 \(b\) is not where host_shm puts it"),

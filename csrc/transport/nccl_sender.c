@@ -410,7 +410,7 @@ join_with(hub_t *hub, const arl_export_request_t *request, const arl_offer_t *of
         ARL_CHECK_GOTO(status, arl_nccl_check_device(offer, JOIN, &hub->link.engine->device, err),
                        done);
     }
-    ARL_CHECK_GOTO(status, arl_cuda_offer_settle(request, hub->link.engine, err), done);
+    ARL_CHECK_GOTO(status, arl_cuda_engine_follow(hub->link.engine, request->stream, err), done);
     status = run_server(&server, err);
 done:
     return status;

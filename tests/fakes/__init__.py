@@ -231,11 +231,16 @@ class Driver:
         """The fake NCCL of this process."""
         library = ctypes.CDLL(str(build() / "libfake_nccl.so"))
         library.fake_nccl_live.restype = ctypes.c_long
+        library.fake_nccl_sent.restype = ctypes.c_long
         return library
 
     def communicators(self) -> int:
         """Communicators that are neither destroyed nor aborted."""
         return int(self.nccl.fake_nccl_live())
+
+    def sent(self) -> int:
+        """Bytes that this process has sent over NCCL, as the root of a broadcast too."""
+        return int(self.nccl.fake_nccl_sent())
 
     def inject(self, error: int) -> None:
         """Let the next question for an asynchronous NCCL error be answered with this one."""

@@ -62,7 +62,8 @@ struct arl_nccl_comm {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* taken inside the driver's */
 static long live_comms;
-static int injected; /* asynchronous error for whoever asks next */
+static _Atomic long sent_bytes; /* as sender or as root, counted once however many receive */
+static int injected;            /* asynchronous error for whoever asks next */
 static _Thread_local char last_error[256];
 
 static arl_nccl_result_t
@@ -91,6 +92,13 @@ FAKE_EXPORT long
 fake_nccl_live(void)
 {
     return live_comms;
+}
+
+FAKE_EXPORT long fake_nccl_sent(void);
+FAKE_EXPORT long
+fake_nccl_sent(void)
+{
+    return atomic_load(&sent_bytes);
 }
 
 FAKE_EXPORT void fake_nccl_inject(int error);
@@ -614,6 +622,7 @@ ncclSend(const void *buffer, size_t count, arl_nccl_type_t type, int peer, arl_n
     result = check_transfer(comm, buffer, count * type_size(type), type, peer);
     if (result == ARL_NCCL_SUCCESS) {
         result = group_add(comm, stream, buffer, count * type_size(type), comm->rank, peer);
+        atomic_fetch_add(&sent_bytes, (long)(count * type_size(type)));
     }
     return group_leave(result);
 }
@@ -652,6 +661,7 @@ ncclBroadcast(const void *send, void *receive, size_t count, arl_nccl_type_t typ
         if (result == ARL_NCCL_SUCCESS && send != receive && size > 0) {
             return fail(ARL_NCCL_INVALID_USAGE, "the fake broadcasts in place");
         }
+        atomic_fetch_add(&sent_bytes, (long)size);
     }
     else {
         result = check_transfer(comm, receive, size, type, root);

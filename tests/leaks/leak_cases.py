@@ -353,6 +353,9 @@ def weight_sync() -> Case:
             offer = sender.offer()
             refused(core.WeightSyncError, receiver.pull, offer[:-1])
             refused(TypeError, receiver.pull, "text")
+            refused(ValueError, sender.join, offer, 1)  # host_shm has one sender
+            refused(ValueError, sender.join, offer, 0)
+            refused(TypeError, sender.join, "text", 1)
             sender.release()
             refused(core.WeightSyncError, receiver.pull, offer)
             with receiver.views(sender.offer(), verify="sample") as tensors:
