@@ -161,12 +161,17 @@ release:
 
 /* ---- calls ----------------------------------------------------------------------------------- */
 
-/* The views of the parameters as the transports take them. PyMem_Free it. */
+/* The views of the parameters, as they are now, for the transports. PyMem_Free it. */
 static arl_source_t *
-make_sources(const arl_params_t *params)
+make_sources(arl_state_t *state, arl_params_t *params)
 {
-    arl_source_t *sources = PyMem_New(arl_source_t, (size_t)params->count);
+    arl_source_t *sources;
+    bool changed;
 
+    if (arl_params_refresh(state, params, ARL_ROLE_SENDER, &changed) < 0) {
+        return NULL;
+    }
+    sources = PyMem_New(arl_source_t, (size_t)params->count);
     if (sources == NULL) {
         (void)PyErr_NoMemory();
         return NULL;
@@ -207,12 +212,8 @@ offer_bytes(arl_state_t *state, weight_sender_t *self, uint64_t version, void *s
     PyObject *result;
     arl_call_t call;
     arl_status_t status;
-    bool changed;
 
-    if (arl_params_refresh(state, &self->params, ARL_ROLE_SENDER, &changed) < 0) {
-        return NULL;
-    }
-    sources = make_sources(&self->params);
+    sources = make_sources(state, &self->params);
     if (sources == NULL) {
         return NULL;
     }
@@ -318,12 +319,8 @@ join_offer(arl_state_t *state, weight_sender_t *self, const Py_buffer *offer, ui
     arl_sync_stats_t stats;
     arl_call_t call;
     arl_status_t status;
-    bool changed;
 
-    if (arl_params_refresh(state, &self->params, ARL_ROLE_SENDER, &changed) < 0) {
-        return NULL;
-    }
-    sources = make_sources(&self->params);
+    sources = make_sources(state, &self->params);
     if (sources == NULL) {
         return NULL;
     }

@@ -39,7 +39,7 @@ peers_well(void *context)
 }
 
 static arl_status_t
-wait_for_hellos(const arl_nccl_watch_t *watch, arl_error_t *err)
+wait_for_hellos(const arl_nccl_watch_t *watch, bool shared, arl_error_t *err)
 {
     char came[80];
     arl_status_t status =
@@ -59,16 +59,15 @@ wait_for_hellos(const arl_nccl_watch_t *watch, arl_error_t *err)
     return arl_error_set(err, status, SERVE,
                          "after %.1f s, %s have come, and NCCL needs all of them at once; did "
                          "every one call pull()%s with this offer, and is receivers=%s right?",
-                         arl_deadline_elapsed_s(watch->deadline), came,
-                         arl_control_page(watch->control)->senders > 1 ? " or join()" : "",
-                         arl_control_page(watch->control)->senders > 1 ? " or senders=" : "");
+                         arl_deadline_elapsed_s(watch->deadline), came, shared ? " or join()" : "",
+                         shared ? " or senders=" : "");
 }
 
 /* Two ranks on one device: NCCL would refuse that too, with less to say. */
 static arl_status_t
-check_devices(const arl_control_t *control, const arl_nccl_hello_t *hellos, arl_error_t *err)
+check_devices(const arl_control_t *control, uint32_t joining, const arl_nccl_hello_t *hellos,
+              arl_error_t *err)
 {
-    const uint32_t joining = arl_control_page((arl_control_t *)control)->senders - 1;
     char text[ARL_CUDA_UUID_TEXT], who[2][32], both[80];
 
     for (uint32_t i = 0; i < arl_control_slots(control); i++) {
@@ -96,9 +95,10 @@ check_devices(const arl_control_t *control, const arl_nccl_hello_t *hellos, arl_
 }
 
 static arl_status_t
-read_hellos(const arl_nccl_watch_t *watch, const arl_stream_t *stream, uint64_t layout_id,
+read_hellos(const arl_nccl_watch_t *watch, const arl_stream_t *stream, const arl_offer_t *offer,
             arl_nccl_hello_t *hellos, arl_error_t *err)
 {
+    const uint64_t layout_id = arl_offer_layout_id(offer);
     const arl_control_page_t *page = arl_control_page(watch->control);
     char who[32];
 
@@ -118,7 +118,8 @@ read_hellos(const arl_nccl_watch_t *watch, const arl_stream_t *stream, uint64_t 
             (unsigned long long)hellos[i].layout_id, (long long)stream->chunk_count,
             (long long)stream->total_bytes, (unsigned long long)layout_id);
     }
-    return stream->chunk_count > 0 ? check_devices(watch->control, hellos, err) : ARL_OK;
+    return stream->chunk_count > 0 ? check_devices(watch->control, offer->senders - 1, hellos, err)
+                                   : ARL_OK;
 }
 
 /* Whether all of them hold the communicator that this side holds, and led itself. */
@@ -184,9 +185,8 @@ arl_nccl_meet_lead(arl_nccl_link_t *link, const arl_stream_t *stream, const arl_
     if (hellos == NULL) {
         return arl_error_set(err, ARL_ERR_NOMEM, SERVE, "out of memory for %u receivers", slots);
     }
-    ARL_CHECK_GOTO(status, wait_for_hellos(watch, err), free_hellos);
-    ARL_CHECK_GOTO(status, read_hellos(watch, stream, arl_offer_layout_id(offer), hellos, err),
-                   free_hellos);
+    ARL_CHECK_GOTO(status, wait_for_hellos(watch, offer->senders > 1, err), free_hellos);
+    ARL_CHECK_GOTO(status, read_hellos(watch, stream, offer, hellos, err), free_hellos);
     if (stream->chunk_count == 0) { /* no bytes, no communicator */
         atomic_store_explicit(&page->sequence, 2, memory_order_release);
         goto free_hellos;

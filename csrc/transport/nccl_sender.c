@@ -276,10 +276,15 @@ last_round(nccl_server_t *server, arl_error_t *err)
 {
     const arl_stream_t *stream = &server->base.packer->stream;
     const int64_t last = arl_nccl_rounds(stream, server->senders) - 1;
+    arl_nccl_link_t *link = server->link;
+    arl_status_t status;
 
-    return last < 0 || last * server->senders + server->rank < stream->chunk_count
-               ? ARL_OK
-               : arl_nccl_link_post(server->link, stream, last, &server->watch, err);
+    if (last < 0 || last * server->senders + server->rank < stream->chunk_count) {
+        return ARL_OK;
+    }
+    status =
+        arl_nccl_link_reach(link, &link->wired, last - ARL_CUDA_QUEUE_MAX + 1, &server->watch, err);
+    return status != ARL_OK ? status : arl_nccl_link_post(link, stream, last, &server->watch, err);
 }
 
 /* Fills the buckets once, before anybody has come: the first chunks need not be waited for. */
