@@ -30,6 +30,10 @@ $(VENV)/.lint-needs: $(VENV)/.needs
 	$(BIN)/python tools/setup_env.py dev
 	@touch $@
 
+$(VENV)/.ray-needs: $(VENV)/.needs
+	$(BIN)/python tools/setup_env.py ray
+	@touch $@
+
 # build/lib is emptied first: setuptools would install what was once there and is no more.
 # $(call install,build switches,pip arguments)
 install = rm -rf build/lib* build/bdist* && $(1) $(BIN)/python -m pip install -q \
@@ -71,7 +75,7 @@ gpu: $(VENV)/.installed ## the tests that need a GPU; without one they are waive
 	@$(PYTEST) -m gpu $(ARGS); code=$$?; [ $$code -eq 5 ] || exit $$code
 
 .PHONY: ray
-ray: $(VENV)/.installed ## the tests that start a real Ray cluster; they need ray in the environment
+ray: $(VENV)/.installed $(VENV)/.ray-needs ## the tests that start a real Ray cluster of this machine
 	@$(PYTEST) -m ray $(ARGS)
 
 .PHONY: bench-gpu
