@@ -164,6 +164,28 @@ def test_negative_sizes_are_refused() -> None:
         left_pad(producer, 5)
 
 
+@pytest.mark.parametrize("stride", [2**60, -(2**60), 2**61, 2**63 - 1, -(2**63)])
+def test_strides_that_no_memory_could_hold(stride: int) -> None:
+    producer = Producer(ARRAY)
+    producer.managed.tensor.strides[0] = stride
+    with pytest.raises(PayloadError, match="tensor: its DLPack strides reach beyond the address"):
+        left_pad(producer, 5)
+
+
+@pytest.mark.parametrize("stride", [2**63 - 1, -(2**63)])
+def test_the_stride_of_one_row_means_nothing(stride: int) -> None:
+    producer = Producer(ARRAY[:1])
+    producer.managed.tensor.strides[0] = stride
+    assert np.array_equal(one_column_more(producer, 4), ARRAY[:1])
+
+
+def test_dense_sizes_that_overflow() -> None:
+    producer = Producer(ARRAY, strides=False)
+    producer.kept[0], producer.kept[1] = 2**62, 2**62
+    with pytest.raises(PayloadError, match="tensor: its sizes are negative or their product"):
+        left_pad(producer, 5)
+
+
 def test_what_is_no_capsule() -> None:
     class Wrong:
         def __dlpack__(self, **kwargs: Any) -> object:

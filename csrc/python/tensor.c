@@ -464,6 +464,37 @@ dlpack_capsule(PyObject *object)
     return capsule;
 }
 
+/*
+ * Shape, and strides in bytes. False for strides that no memory could hold: numbers are the
+ * producer's word only, and what is computed from them later must not overflow.
+ */
+static bool
+dlpack_read_layout(const arl_dl_tensor_t *tensor, arl_view_t *view)
+{
+    const int64_t far = INT64_MAX / (2 * (int64_t)ARL_VIEW_DIMS_MAX);
+    int64_t dense = (int64_t)view->itemsize;
+
+    for (int i = view->ndim - 1; i >= 0; i--) {
+        const int64_t size = tensor->shape[i];
+        int64_t *stride = &view->strides[i], reach;
+
+        view->shape[i] = size;
+        if (tensor->strides == NULL) { /* dense row-major, by the standard */
+            *stride = dense;
+            /* Too large a product is refused with the sizes, unless there are no elements. */
+            (void)__builtin_mul_overflow(dense, size, &dense);
+            continue;
+        }
+        /* The stride of one element means nothing, so it may be any number. */
+        if ((__builtin_mul_overflow(tensor->strides[i], (int64_t)view->itemsize, stride) ||
+             __builtin_mul_overflow(*stride, size - 1, &reach) || reach > far || reach < -far) &&
+            size > 1) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static int
 dlpack_fill(arl_state_t *state, const arl_dl_tensor_t *tensor, const char *key, arl_status_t code,
             arl_view_t *view)
@@ -484,15 +515,10 @@ dlpack_fill(arl_state_t *state, const arl_dl_tensor_t *tensor, const char *key, 
     }
     view->itemsize = arl_dtype_size(view->dtype);
     view->ndim = tensor->ndim;
-    for (int i = view->ndim - 1; i >= 0; i--) {
-        view->shape[i] = tensor->shape[i];
-        if (tensor->strides != NULL) {
-            view->strides[i] = tensor->strides[i] * (int64_t)view->itemsize;
-        }
-        else { /* dense row-major, by the standard */
-            view->strides[i] = i == view->ndim - 1 ? (int64_t)view->itemsize
-                                                   : view->strides[i + 1] * view->shape[i + 1];
-        }
+    if (!dlpack_read_layout(tensor, view)) {
+        (void)arl_raise_format(state, code, "import tensor",
+                               "%s: its DLPack strides reach beyond the address space", key);
+        return -1;
     }
     view->data = (char *)tensor->data + tensor->byte_offset;
     view->device_type = tensor->device.type == ARL_DL_CPU || tensor->device.type == ARL_DL_CUDA_HOST
