@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--shape", default="tiny", help="shape of the random model: micro, tiny or qwen3-0.6b")
     add("--device", default="cpu", help="cpu, cuda or cuda:N")
     add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=7000, help="0 picks a free one")
+    add("--port", type=_port, default=7000, help="0 picks a free one")
     add("--open", action="store_true", help="allow a --host that other machines reach")
     add("--traceback", action="store_true", help="show where an error came from")
     return parser
@@ -89,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         status = int(options.run(options))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is where the caller closed it
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -113,10 +114,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, found {text!r}") from None
+
+
 def _positive(text: str) -> int:
-    number = int(text)
+    number = _whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, found {number}")
+    return number
+
+
+def _port(text: str) -> int:
+    number = _whole(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"must be 0 to 65535, found {number}")
     return number
 
 

@@ -523,7 +523,8 @@ def test_ids_are_untouched() -> None:
 @pytest.mark.parametrize(
     ("prompts", "says"),
     [
-        ([], "prompt 0 is empty"),
+        ([], "there is no prompt: prompt_ids is an empty list"),
+        ((), "there is no prompt: prompt_ids is an empty tuple"),
         ([[5], []], "prompt 1 is empty"),
         (np.zeros(0, np.int64), "prompt 0 is empty"),
         ([5, -1], r"prompt 0 holds, at place 1, what is no token id \(a int\)"),
@@ -677,6 +678,28 @@ def test_results_come_back_untouched() -> None:
             return items
 
     assert clients.drive(client_of(Answers()).generate([5])) is items
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "the transport's answer is a NoneType, a list with a dict for each prompt"),
+        ({"results": []}, "the transport's answer is a dict, a list with a dict for each prompt"),
+        ([{}], "the transport gave 1 answers to 2 prompts"),
+        ([{}, {}, {}], "the transport gave 3 answers to 2 prompts"),
+        ([{}, None], "the transport's answer to prompt 1 is a NoneType, a dict is needed"),
+        (["text", {}], "the transport's answer to prompt 0 is a str, a dict is needed"),
+    ],
+)
+def test_an_answer_is_one_dict_for_each_prompt(answer: Any, message: str) -> None:
+    class Answers(Transport):
+        accepts_token_ids = True
+
+        async def generate(self, **keywords: Any) -> Any:
+            return answer
+
+    with pytest.raises(PayloadError, match=message):
+        clients.drive(client_of(Answers()).generate([[5], [6]]))
 
 
 # ---- weight sync --------------------------------------------------------------------------------

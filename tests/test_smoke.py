@@ -186,9 +186,24 @@ def test_help_shows_defaults_that_mean_something(capsys: pytest.CaptureFixture[s
     assert "default: None" not in shown and "default: False" not in shown
 
 
-def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["smoke", "--steps", "0"], ["dance"]):
-        with pytest.raises(SystemExit) as caught:
-            cli.main(arguments)
-        assert caught.value.code == 2
-    assert "must be at least 1, found 0" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: command"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["smoke", "--steps", "0"], "must be at least 1, found 0"),
+        (["smoke", "--steps", "x"], "must be a whole number, found 'x'"),
+        (["serve", "--port", "65536"], "must be 0 to 65535, found 65536"),
+        (["serve", "--port", "-1"], "must be 0 to 65535, found -1"),
+    ],
+)
+def test_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_closed_stdout_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["doctor"]) == 0

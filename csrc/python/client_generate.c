@@ -190,6 +190,11 @@ prompts_convert(arl_client_t *client, PyObject *prompts)
         return arl_raise_format(client->state, ARL_ERR_CONFIG, operation,
                                 "generate: prompts_as is 'ids', but the server takes text only");
     }
+    if ((PyList_Check(prompts) || PyTuple_Check(prompts)) && PySequence_Size(prompts) == 0) {
+        return arl_raise_format(client->state, ARL_ERR_PAYLOAD, operation,
+                                "generate: there is no prompt: prompt_ids is an empty %s",
+                                arl_type_name(prompts));
+    }
     items = is_batch(prompts) ? PySequence_Tuple(prompts) : PyTuple_Pack(1, prompts);
     list = items == NULL ? NULL : PyList_New(PyTuple_GET_SIZE(items));
     for (Py_ssize_t i = 0; list != NULL && i < PyTuple_GET_SIZE(items); i++) {
@@ -295,6 +300,56 @@ routing_add(arl_client_t *client, PyObject *keywords, PyObject *key, PyObject *s
                             "generate: the server takes no strict; routing is a preference there");
 }
 
+/* ---- answers --------------------------------------------------------------------------------- */
+
+/* A caller pairs answers with prompts by their place: one too few, and all behind it are wrong. */
+static int
+check_answer(const arl_operation_t *op, PyObject *answer)
+{
+    if (!PyList_Check(answer)) {
+        (void)arl_raise_format(op->state, ARL_ERR_PAYLOAD, operation,
+                               "generate: the transport's answer is a %s, a list with a dict for "
+                               "each prompt is needed",
+                               arl_type_name(answer));
+        return -1;
+    }
+    if (PyList_GET_SIZE(answer) != op->rows) {
+        (void)arl_raise_format(op->state, ARL_ERR_PAYLOAD, operation,
+                               "generate: the transport gave %zd answers to %lld prompts",
+                               PyList_GET_SIZE(answer), (long long)op->rows);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(answer); i++) {
+        PyObject *item = PyList_GET_ITEM(answer, i); /* borrowed, only looked at */
+
+        if (!PyMapping_Check(item) || PySequence_Check(item)) {
+            (void)arl_raise_format(op->state, ARL_ERR_PAYLOAD, operation,
+                                   "generate: the transport's answer to prompt %zd is a %s, a "
+                                   "dict is needed",
+                                   i, arl_type_name(item));
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
+generate_advance(arl_operation_t *op, PyObject *answer, PyObject **next_p)
+{
+    if (answer != NULL && check_answer(op, answer) < 0) {
+        return -1;
+    }
+    return arl_operation_single.advance(op, answer, next_p);
+}
+
+static void
+generate_describe(const arl_operation_t *op, char *text, size_t size)
+{
+    arl_operation_single.describe(op, text, size);
+}
+
+const arl_operation_kind_t arl_operation_generate = {generate_advance, generate_describe, NULL};
+
 const char arl_client_generate_doc[] =
     "generate($self, prompt_ids, sampling_params=None, routing_key=None, *, strict=None)\n"
     "--\n\n"
@@ -312,7 +367,8 @@ const char arl_client_generate_doc[] =
     "strict : bool, optional\n"
     "    Wait for that replica rather than use another. Passed on likewise.\n\n"
     "Awaiting gives the transport's list, one dict a prompt. Raises PayloadError for what is no\n"
-    "prompt, an empty one, one that fills the sampler's context, or max_tokens below 1;\n"
+    "prompt, an empty one, one that fills the sampler's context, max_tokens below 1, or an\n"
+    "answer that is not one dict for each prompt;\n"
     "ConfigError where the prompts cannot be brought to a form that the server takes.";
 
 PyObject *
@@ -334,11 +390,12 @@ arl_client_generate(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyO
     if (keywords != NULL && PyDict_SetItem(keywords, client->state->names.prompts, prompts) == 0 &&
         PyDict_SetItem(keywords, client->state->names.sampling_params, sampling) == 0 &&
         routing_add(client, keywords, bound[2], bound[3], PyList_GET_SIZE(prompts)) == 0) {
-        op = arl_operation_new(client, &arl_operation_single, operation);
+        op = arl_operation_new(client, &arl_operation_generate, operation);
     }
     if (op != NULL) {
         op->method = Py_NewRef(client->state->names.generate);
         op->payload = Py_NewRef(keywords);
+        op->rows = PyList_GET_SIZE(prompts);
     }
     Py_XDECREF(keywords);
     Py_XDECREF(sampling);

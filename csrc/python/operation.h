@@ -50,7 +50,7 @@ struct arl_operation {
     bool reference;     /* log-prob */
     bool stepping;      /* update: the optimizer step is under way */
     bool closing;       /* destroy: this is the one that closes the client */
-    int64_t rows;       /* log-prob: shape of what comes back */
+    int64_t rows;       /* log-prob: shape of what comes back; generate: prompts */
     int64_t width;
     int64_t minibatches; /* update: steps of one epoch */
     int64_t steps;       /* update: of all epochs */
@@ -66,6 +66,7 @@ arl_operation_t *arl_operation_new(arl_client_t *client, const arl_operation_kin
 
 /* Kinds. A single call returns the answer as it is, after `method(**payload)`. */
 extern const arl_operation_kind_t arl_operation_single;
+extern const arl_operation_kind_t arl_operation_generate;
 extern const arl_operation_kind_t arl_operation_log_prob;
 extern const arl_operation_kind_t arl_operation_update;
 extern const arl_operation_kind_t arl_operation_reset_cache;

@@ -565,7 +565,10 @@ class LoopTransport:
     def keywords(self, **keywords: object) -> object:
         return self.answer(keywords)
 
-    generate = sync_weights = save_checkpoint = load_checkpoint = keywords
+    def generate(self, prompts: list[object], **_: object) -> object:
+        return self.answer([{"token_ids": [3]} for _ in prompts])
+
+    sync_weights = save_checkpoint = load_checkpoint = keywords
     sleep_inference = wake_inference = reset_prefix_cache = shutdown = keywords
 
     def reconnect_handle(self) -> dict[str, object]:
