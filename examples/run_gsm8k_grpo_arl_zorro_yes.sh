@@ -30,10 +30,15 @@ if [[ -n ${DATA_DIR:-} ]]; then
 else
   DATA_DIR=${WORK_DIR:-$PWD/arithmetic}
   python3 "$here/verl_arithmetic.py" "$DATA_DIR"
+  # Last, so that what is installed comes first.
+  export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$DATA_DIR/stand_in
   model=$DATA_DIR/model
   batch=32 samples=8 prompt=8 response=4 lr=4e-3
+  # Many small processes on few cores: num_cpus are slots for Ray, not cores.
   task=(reward.custom_reward_function.path="$here/verl_arithmetic.py"
-    reward.custom_reward_function.name=compute_score)
+    reward.custom_reward_function.name=compute_score
+    ray_kwargs.ray_init.num_cpus=16
+    data.dataloader_num_workers=0)
 fi
 
 # The older trainer has to be told to use the new worker implementation; V1 has no such switch.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A task for verl that needs no download: sums, a reward, and a model of 0.1 M parameters.
 
-    python examples/verl_arithmetic.py FOLDER     writes FOLDER/model, train.parquet, test.parquet
+    python examples/verl_arithmetic.py FOLDER     writes FOLDER/model, train.parquet, test.parquet;
+                                                  FOLDER/stand_in is one for PYTHONPATH
 
 Needs pyarrow, which comes with verl. The parquet files have the columns of verl's own GSM8K ones.
 This file is the reward function too:
@@ -10,6 +11,7 @@ This file is the reward function too:
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,14 @@ DATA_SOURCE = "arctic_rl_c/arithmetic"
 
 #: Messages are concatenated as they are: the model's vocabulary has single characters.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+#: verl 0.7 takes four row-packing helpers from flash_attn, which has no CPU build. verl has them
+#: in plain torch too, for another accelerator.
+FLASH_ATTN = """\
+from verl.utils.npu_flash_attn_utils import (  # noqa: F401
+    index_first_axis, pad_input, rearrange, unpad_input,
+)
+"""
 
 
 def compute_score(
@@ -66,7 +76,19 @@ def write(folder: Path, *, train: int = 1024, test: int = 64) -> None:
         pyarrow.parquet.write_table(table, folder / f"{split}.parquet")
 
 
+def write_stand_in(folder: Path) -> None:
+    """Write what verl wants of flash_attn, unless that is installed: then an empty folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if importlib.util.find_spec("flash_attn") is not None:
+        return
+    package = folder / "flash_attn"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text("")
+    (package / "bert_padding.py").write_text(FLASH_ATTN)
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     write(Path(sys.argv[1]))
+    write_stand_in(Path(sys.argv[1]) / "stand_in")

@@ -9,7 +9,6 @@ Run it with the interpreter of an environment that has verl's needs and this pac
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import re
 import subprocess
@@ -33,26 +32,6 @@ COLUMNS = (
     ("update_weights (s)", ("timing_s/update_weights",), "{:.3f}"),
     ("step (s)", ("timing_s/step",), "{:.2f}"),
 )
-
-
-#: verl 0.7 takes four row-packing helpers from flash_attn, which has no CPU build. verl has them
-#: in plain torch too, for another accelerator.
-FLASH_ATTN = """\
-from verl.utils.npu_flash_attn_utils import (  # noqa: F401
-    index_first_axis, pad_input, rearrange, unpad_input,
-)
-"""
-
-
-def add_flash_attn(folder: Path) -> list[str]:
-    """A folder to import the helpers from, where flash_attn is not installed."""
-    if importlib.util.find_spec("flash_attn") is not None:
-        return []
-    package = folder / "stand_in" / "flash_attn"
-    package.mkdir(parents=True, exist_ok=True)
-    (package / "__init__.py").write_text("")
-    (package / "bert_padding.py").write_text(FLASH_ATTN)
-    return [str(package.parent)]
 
 
 def form_of(checkout: Path) -> str:
@@ -123,7 +102,7 @@ def run(checkout: Path, folder: Path, steps: int, extra: list[str]) -> list[dict
     subprocess.run([sys.executable, str(REWARD), str(folder)], check=True)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(checkout), *add_flash_attn(folder)]),
+        "PYTHONPATH": os.pathsep.join([str(checkout), str(folder / "stand_in")]),
         "VERL_USE_EXTERNAL_MODULES": "arctic_rl_c.integrations.verl",
         "HF_HUB_OFFLINE": "1",
         "HYDRA_FULL_ERROR": "1",
