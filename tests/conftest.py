@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 
 import arctic_rl_c._core as core
+import fakes
 import residue
 
 # Derandomised, so that a failure is a failure everywhere; `explore` looks for new ones. Deadlines
@@ -128,3 +129,13 @@ def nothing_left_behind() -> Iterator[None]:
         left = residue.snapshot() - before
     if left:
         pytest.fail("left behind: " + ", ".join(sorted(left)), pytrace=False)
+
+
+@pytest.fixture
+def driver() -> Iterator[fakes.Driver]:
+    """The fake driver of this process, which nothing misused."""
+    found = fakes.driver()
+    yield found
+    found.reset()
+    assert fakes.misuse(found.session) is None
+    fakes.clean(found.session)

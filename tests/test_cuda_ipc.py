@@ -342,15 +342,6 @@ def test_tensors_of_two_devices_need_two_senders(pair: Pair) -> None:
 # ---- one process --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def driver() -> Iterator[fakes.Driver]:
-    found = fakes.driver()
-    yield found
-    found.reset()
-    assert fakes.misuse(found.session) is None
-    fakes.clean(found.session)
-
-
 def small(seed: int, device: int = 0) -> fakes.DeviceArray:
     values = np.random.default_rng(seed).integers(0, 256, 5000, dtype=np.uint8)
     return fakes.device_array(values, device=device)

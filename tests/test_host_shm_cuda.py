@@ -355,15 +355,6 @@ def test_every_driver_call_may_fail(side: str, keep: bool) -> None:
 # ---- one process, offers that are wrong ----------------------------------------------------------
 
 
-@pytest.fixture
-def driver() -> Iterator[fakes.Driver]:
-    found = fakes.driver()
-    yield found
-    found.reset()
-    assert fakes.misuse(found.session) is None
-    fakes.clean(found.session)
-
-
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_same_process(driver: fakes.Driver, keep: bool) -> None:
     values = np.random.default_rng(1).integers(0, 256, 500_000, dtype=np.uint8)

@@ -297,15 +297,6 @@ def test_every_driver_call_may_fail(side: str) -> None:
 # ---- one process, offers that are wrong ----------------------------------------------------------
 
 
-@pytest.fixture
-def driver() -> Iterator[fakes.Driver]:
-    found = fakes.driver()
-    yield found
-    found.reset()
-    assert fakes.misuse(found.session) is None
-    fakes.clean(found.session)
-
-
 def small(seed: int, size: int = 5000) -> fakes.DeviceArray:
     values = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     return fakes.device_array(values)

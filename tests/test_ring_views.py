@@ -28,15 +28,6 @@ def pair() -> Iterator[Pair]:
         found.close()
 
 
-@pytest.fixture
-def driver() -> Iterator[fakes.Driver]:
-    found = fakes.driver()
-    yield found
-    found.reset()
-    assert fakes.misuse(found.session) is None
-    fakes.clean(found.session)
-
-
 def small(seed: int) -> fakes.DeviceArray:
     values = np.random.default_rng(seed).integers(0, 256, 5000, dtype=np.uint8)
     return fakes.device_array(values)
