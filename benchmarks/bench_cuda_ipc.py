@@ -151,13 +151,15 @@ def sampler_main(connection: Connection, model: str) -> None:
     connection.send("ready")
     while True:
         method, _, data = connection.recv_bytes().partition(b"\0")
+        came = time.perf_counter()
         if method == b"end":
             sampler.kept.close()
             return
         try:
-            connection.send((True, getattr(sampler, method.decode())(data)))
+            done, value = True, getattr(sampler, method.decode())(data)
         except Exception as error:
-            connection.send((False, repr(error)))
+            done, value = False, repr(error)
+        connection.send((done, value, came, time.perf_counter()))
 
 
 # ---- the trainer --------------------------------------------------------------------------------
@@ -171,6 +173,7 @@ class Trainer:
         self.nbytes = sum(t.nbytes for t in self.params.values())
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
+        self.came = self.went = 0.0  # when the sampler had the last message, and was done
         self.process = context.Process(target=sampler_main, args=(theirs, model), daemon=True)
         self.process.start()
         theirs.close()
@@ -186,7 +189,7 @@ class Trainer:
 
     def ask(self, method: str, data: bytes = b"") -> Any:
         self.tell(method, data)
-        done, value = self.connection.recv()
+        done, value, self.came, self.went = self.connection.recv()
         assert done, f"{method}: {value}"
         return value
 
@@ -250,6 +253,21 @@ def phases(trainer: Trainer, variant: Callable[[], None], rounds: int) -> str:
     return ", ".join(parts)
 
 
+def round_trip(trainer: Trainer, rounds: int) -> str:
+    """Where the time of one goes; both processes read the same clock."""
+    legs: dict[str, list[float]] = {"offer": [], "there": [], "pull": [], "back": []}
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        offer = trainer.sender.offer()
+        offered = time.perf_counter()
+        trainer.ask("pull_kept", offer)
+        end = time.perf_counter()
+        stamps = (begin, offered, trainer.came, trainer.went, end)
+        for leg, before, after in zip(legs.values(), stamps, stamps[1:], strict=False):
+            leg.append(after - before)
+    return ", ".join(f"{k} {common.duration(statistics.median(v))}" for k, v in legs.items())
+
+
 def offer_time(trainer: Trainer, rounds: int) -> str:
     times = []
     for _ in range(rounds):
@@ -282,6 +300,7 @@ def main() -> None:
     for _ in range(100):
         trainer.ours()
     facts = {
+        "round trip of ours, kept": round_trip(trainer, args.repeats),
         "phases of ours, kept": phases(trainer, trainer.ours_kept, args.repeats),
         "phases of ours": phases(trainer, trainer.ours, args.repeats),
         "offer": offer_time(trainer, args.repeats),

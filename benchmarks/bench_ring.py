@@ -63,7 +63,7 @@ class Trainer(ipc.Trainer):
         self.tell(method, sender.offer())
         stats = sender.serve(tensors)
         self.extra = max(self.extra, stats.extra_bytes)
-        done, value = self.connection.recv()
+        done, value, self.came, self.went = self.connection.recv()
         assert done, value
 
     def ring(self, size: int) -> Callable[[], None]:
