@@ -73,7 +73,7 @@ def test_the_header_is_as_documented() -> None:
         offer = sender.offer(version=41)
     assert offers.signed(offer) == offer
     assert offers.get(offer, "magic") == b"ARLOFFER"
-    assert offers.get(offer, "format") == 1
+    assert offers.get(offer, "format") == 2
     assert offers.get(offer, "total_size") == len(offer)
     assert offers.get(offer, "header_size") == offers.HEADER
     assert offers.get(offer, "transport") == 1
@@ -178,7 +178,7 @@ def test_every_changed_byte_is_noticed() -> None:
 
 
 HEADER_LIES = [
-    ("format", 2, "format 2", "format 1", "same version"),
+    ("format", 1, "format 1", "format 2", "same version"),
     ("header_size", 400, "header 400"),
     ("transport", 9, "transport 9 is not known"),
     ("transport", 0, "transport 0 is not known"),

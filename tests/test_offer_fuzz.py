@@ -12,7 +12,7 @@ import fuzzing
 from arctic_rl_c import WeightSender
 
 CORE = [
-    *("offer", "names", "hash", "binding", "overlap"),
+    *("offer", "offer_write", "names", "hash", "binding", "overlap"),
     *("plan", "dtype", "status", "threads", "view"),
 ]
 ROUNDS = 60_000

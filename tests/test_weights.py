@@ -10,6 +10,7 @@ import pickle
 import sys
 import threading
 import time
+import warnings
 import weakref
 
 import numpy as np
@@ -139,6 +140,42 @@ def test_replaced_memory_is_followed() -> None:
         second.data = torch.zeros(4)
         with pytest.raises(WeightSyncError, match=r"float32\[3\].*float32\[4\]"):
             receiver.pull(sender.offer())
+
+
+class Own(torch.Tensor):
+    """A type that is asked through Python, as all are by a torch that has no faster way."""
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter, Own], ids=lambda k: k.__name__)
+def test_another_shape_in_the_same_memory_is_followed(kind: type[torch.Tensor]) -> None:
+    """The address alone does not tell what is in it."""
+    memory, target = torch.arange(6.0), torch.zeros(3, 2)
+    weight = memory.view(2, 3).as_subclass(kind) if kind is Own else kind(memory.view(2, 3))
+    with WeightSender({"w": weight}) as sender, WeightReceiver({"w": target}) as receiver:
+        offer = sender.offer()
+        with pytest.raises(WeightSyncError, match=r"float32\[2, 3\].*float32\[3, 2\]"):
+            receiver.pull(offer)
+        weight.data = memory.view(2, 3).t()
+        receiver.pull(sender.offer())
+        assert target.tolist() == [[0, 3], [1, 4], [2, 5]]
+        weight.data = memory.view(3, 2)
+        receiver.pull(sender.offer())
+        assert target.tolist() == [[0, 1], [2, 3], [4, 5]]
+        weight.requires_grad_(False).data = memory.view(torch.int32).view(3, 2)
+        with pytest.raises(WeightSyncError, match=r"int32\[3, 2\].*float32\[3, 2\]"):
+            receiver.pull(sender.offer())
+
+
+def test_a_numpy_array_that_is_reshaped_in_place_is_followed() -> None:
+    weight, target = np.arange(6.0), np.zeros((3, 2))
+    with WeightSender({"w": weight}) as sender, WeightReceiver({"w": target}) as receiver:
+        with pytest.raises(WeightSyncError, match=r"float64\[6\].*float64\[3, 2\]"):
+            receiver.pull(sender.offer())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy 2.5, for this very act
+            weight.shape = (3, 2)
+        receiver.pull(sender.offer())
+    assert target.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_a_plan_is_used_again(caplog: pytest.LogCaptureFixture) -> None:

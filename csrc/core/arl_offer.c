@@ -3,82 +3,12 @@
 
 #include "core/arl_hash.h"
 #include "core/arl_names.h"
+#include "core/arl_offer_layout.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#    error "offers are little-endian and copied as they are; this host is not little-endian"
-#endif
-
-/* ---- layout: header, allocations, tensors, checksums (if any), names, blob ------------------- */
-
-static const char offer_magic[8] = {'A', 'R', 'L', 'O', 'F', 'F', 'E', 'R'};
-
-typedef struct wire_unit {
-    uint32_t kind;
-    int32_t index;
-    uint8_t uuid[ARL_OFFER_ID_BYTES];
-} wire_unit_t;
-
-typedef struct wire_header {
-    char magic[8];
-    uint32_t format;
-    uint32_t crc; /* of all bytes, with this field 0 */
-    uint64_t total_size;
-    uint32_t header_size;
-    uint32_t transport;
-    uint32_t verify;
-    uint32_t receivers;
-    uint32_t senders;
-    uint32_t sender_rank;
-    uint8_t boot_id[ARL_OFFER_ID_BYTES];
-    uint64_t pid_namespace;
-    int64_t pid;
-    uint64_t start_time;
-    wire_unit_t unit;
-    char host[ARL_OFFER_HOST_MAX];
-    char control[ARL_OFFER_HOST_MAX];
-    char fallback[ARL_OFFER_REASON_MAX];
-    uint8_t nonce[ARL_OFFER_ID_BYTES];
-    uint64_t epoch;
-    uint64_t layout_id;
-    uint32_t alloc_count;
-    uint32_t tensor_count;
-    uint32_t names_size;
-    uint32_t blob_size;
-} wire_header_t;
-
-typedef struct wire_alloc {
-    uint32_t kind;
-    uint32_t reserved; /* 0 */
-    uint64_t size;
-    uint64_t base_id;
-    wire_unit_t unit;
-    uint8_t handle[ARL_OFFER_HANDLE_BYTES];
-} wire_alloc_t;
-
-typedef struct wire_tensor {
-    uint32_t name_length; /* names follow each other without gaps */
-    uint32_t dtype;
-    uint32_t ndim;
-    uint32_t alloc;
-    uint32_t alias_of;
-    uint32_t reserved; /* 0 */
-    uint64_t offset;
-    int64_t shape[ARL_VIEW_DIMS_MAX];   /* 0 beyond ndim */
-    int64_t strides[ARL_VIEW_DIMS_MAX]; /* 0 beyond ndim */
-} wire_tensor_t;
-
-_Static_assert(sizeof(wire_unit_t) == 24, "offer layout");
-_Static_assert(sizeof(wire_header_t) == 416, "offer layout");
-_Static_assert(offsetof(wire_header_t, boot_id) == 48, "offer layout");
-_Static_assert(offsetof(wire_header_t, nonce) == 368, "offer layout");
-_Static_assert(sizeof(wire_alloc_t) == 112, "offer layout");
-_Static_assert(sizeof(wire_tensor_t) == 160, "offer layout");
-
 static const char READ[] = "read offer";
-static const char WRITE[] = "make offer";
 
 /* ---- small things ---------------------------------------------------------------------------- */
 
@@ -153,165 +83,6 @@ arl_offer_tensor_view(const arl_offer_t *offer, uint32_t index, const void *base
     return view;
 }
 
-/* ---- writing --------------------------------------------------------------------------------- */
-
-static wire_unit_t
-unit_to_wire(const arl_unit_t *unit)
-{
-    wire_unit_t wire = {.kind = (uint32_t)unit->kind, .index = unit->index};
-
-    memcpy(wire.uuid, unit->uuid, sizeof(wire.uuid));
-    return wire;
-}
-
-static void
-write_header(const arl_offer_t *offer, size_t total, uint32_t names_size, uint8_t *out)
-{
-    wire_header_t wire = {
-        .format = ARL_OFFER_FORMAT,
-        .total_size = total,
-        .header_size = sizeof(wire_header_t),
-        .transport = offer->transport,
-        .verify = (uint32_t)offer->verify,
-        .receivers = offer->receivers,
-        .senders = offer->senders,
-        .sender_rank = offer->sender_rank,
-        .pid_namespace = offer->sender.pid_namespace,
-        .pid = offer->sender.pid,
-        .start_time = offer->sender.start_time,
-        .unit = unit_to_wire(&offer->unit),
-        .epoch = offer->epoch,
-        .layout_id = arl_offer_layout_id(offer),
-        .alloc_count = offer->alloc_count,
-        .tensor_count = offer->tensor_count,
-        .names_size = names_size,
-        .blob_size = offer->blob_size,
-    };
-
-    memcpy(wire.magic, offer_magic, sizeof(wire.magic));
-    memcpy(wire.boot_id, offer->sender.boot_id, sizeof(wire.boot_id));
-    memcpy(wire.host, offer->host, sizeof(wire.host));
-    memcpy(wire.control, offer->control, sizeof(wire.control));
-    memcpy(wire.fallback, offer->fallback, sizeof(wire.fallback));
-    memcpy(wire.nonce, offer->nonce, sizeof(wire.nonce));
-    memcpy(out, &wire, sizeof(wire));
-}
-
-static uint8_t *
-write_allocs(const arl_offer_t *offer, uint8_t *out)
-{
-    for (uint32_t i = 0; i < offer->alloc_count; i++, out += sizeof(wire_alloc_t)) {
-        const arl_offer_alloc_t *alloc = &offer->allocs[i];
-        wire_alloc_t wire = {
-            .kind = (uint32_t)alloc->kind,
-            .size = alloc->size,
-            .base_id = alloc->base_id,
-            .unit = unit_to_wire(&alloc->unit),
-        };
-
-        memcpy(wire.handle, alloc->handle, sizeof(wire.handle));
-        memcpy(out, &wire, sizeof(wire));
-    }
-    return out;
-}
-
-static uint8_t *
-write_tensors(const arl_offer_t *offer, uint8_t *out)
-{
-    for (uint32_t i = 0; i < offer->tensor_count; i++, out += sizeof(wire_tensor_t)) {
-        const arl_offer_tensor_t *tensor = &offer->tensors[i];
-        wire_tensor_t wire = {
-            .name_length = tensor->name_length,
-            .dtype = (uint32_t)tensor->dtype,
-            .ndim = (uint32_t)tensor->ndim,
-            .alloc = tensor->alloc,
-            .alias_of = tensor->alias_of,
-            .offset = tensor->offset,
-        };
-        const size_t size = (size_t)tensor->ndim * sizeof(wire.shape[0]);
-
-        memcpy(wire.shape, tensor->shape, size);
-        memcpy(wire.strides, tensor->strides, size);
-        memcpy(out, &wire, sizeof(wire));
-    }
-    return out;
-}
-
-static arl_status_t
-check_limits(const arl_offer_t *offer, arl_error_t *err)
-{
-    if (offer->tensor_count > ARL_OFFER_TENSORS_MAX) {
-        return arl_error_set(err, ARL_ERR_VALUE, WRITE, "%u tensors, at most %d are supported",
-                             offer->tensor_count, (int)ARL_OFFER_TENSORS_MAX);
-    }
-    if (offer->alloc_count > ARL_OFFER_ALLOCS_MAX) {
-        return arl_error_set(err, ARL_ERR_VALUE, WRITE, "%u allocations, at most %d are supported",
-                             offer->alloc_count, (int)ARL_OFFER_ALLOCS_MAX);
-    }
-    if (offer->blob_size > ARL_OFFER_BLOB_MAX) {
-        return arl_error_set(err, ARL_ERR_VALUE, WRITE, "%u bytes of transport data, at most %d",
-                             offer->blob_size, (int)ARL_OFFER_BLOB_MAX);
-    }
-    for (uint32_t i = 0; i < offer->tensor_count; i++) {
-        if (offer->tensors[i].name_length > ARL_OFFER_NAME_MAX) {
-            return arl_error_set(err, ARL_ERR_VALUE, WRITE,
-                                 "tensor %u has a name of %u bytes, at most %d are supported: "
-                                 "%.60s…",
-                                 i, offer->tensors[i].name_length, (int)ARL_OFFER_NAME_MAX,
-                                 offer->tensors[i].name);
-        }
-    }
-    return ARL_OK;
-}
-
-static size_t
-checksums_size(arl_verify_t verify, uint32_t tensor_count)
-{
-    return verify == ARL_VERIFY_NONE ? 0 : (size_t)tensor_count * sizeof(uint64_t);
-}
-
-arl_status_t
-arl_offer_encode(const arl_offer_t *offer, uint8_t **bytes_p, size_t *size_p, arl_error_t *err)
-{
-    uint32_t names_size = 0, crc;
-    size_t total;
-    uint8_t *bytes, *at;
-    arl_status_t status = check_limits(offer, err);
-
-    if (status != ARL_OK) {
-        return status;
-    }
-    for (uint32_t i = 0; i < offer->tensor_count; i++) {
-        names_size += offer->tensors[i].name_length; /* < 2^30, by the limits */
-    }
-    total = sizeof(wire_header_t) + offer->alloc_count * sizeof(wire_alloc_t) +
-            offer->tensor_count * sizeof(wire_tensor_t) +
-            checksums_size(offer->verify, offer->tensor_count) + names_size + offer->blob_size;
-    bytes = malloc(total);
-    if (bytes == NULL) {
-        return arl_error_set(err, ARL_ERR_NOMEM, WRITE, "out of memory for %zu bytes", total);
-    }
-    write_header(offer, total, names_size, bytes);
-    at = write_allocs(offer, bytes + sizeof(wire_header_t));
-    at = write_tensors(offer, at);
-    for (uint32_t i = 0; offer->verify != ARL_VERIFY_NONE && i < offer->tensor_count; i++) {
-        memcpy(at, &offer->tensors[i].checksum, sizeof(uint64_t));
-        at += sizeof(uint64_t);
-    }
-    for (uint32_t i = 0; i < offer->tensor_count; i++) {
-        memcpy(at, offer->tensors[i].name, offer->tensors[i].name_length);
-        at += offer->tensors[i].name_length;
-    }
-    if (offer->blob_size > 0) {
-        memcpy(at, offer->blob, offer->blob_size);
-    }
-    crc = arl_crc32c(0, bytes, total);
-    memcpy(bytes + offsetof(wire_header_t, crc), &crc, sizeof(crc));
-    *bytes_p = bytes;
-    *size_p = total;
-    return ARL_OK;
-}
-
 /* ---- reading --------------------------------------------------------------------------------- */
 
 static arl_status_t
@@ -322,7 +93,7 @@ read_frame(const uint8_t *bytes, size_t size, wire_header_t *wire_p, arl_error_t
     wire_header_t wire;
     uint32_t crc;
 
-    if (size < sizeof(offer_magic) || memcmp(bytes, offer_magic, sizeof(offer_magic)) != 0) {
+    if (size < sizeof(wire.magic) || memcmp(bytes, OFFER_MAGIC, sizeof(wire.magic)) != 0) {
         return arl_error_set(err, ARL_ERR_SYNC, READ,
                              "these %zu bytes are not an offer: they do not begin with "
                              "\"ARLOFFER\"; pass what WeightSender.offer() returned, unchanged",
@@ -601,10 +372,36 @@ check_tensor(const arl_offer_t *offer, uint32_t index, arl_error_t *err)
     return ARL_OK;
 }
 
-static arl_status_t
-read_tensors(const uint8_t *records, const uint8_t *checksums, const uint8_t *names,
-             uint32_t names_size, arl_offer_t *offer, arl_error_t *err)
+/* Where the parts of a body begin. */
+typedef struct sections {
+    const uint8_t *tensors, *checksums, *names;
+    uint32_t names_size;
+} sections_t;
+
+static sections_t
+find_sections(const uint8_t *body, const arl_offer_t *offer, uint32_t names_size)
 {
+    sections_t at = {.tensors = body + offer->alloc_count * sizeof(wire_alloc_t),
+                     .names_size = names_size};
+
+    at.checksums = at.tensors + offer->tensor_count * sizeof(wire_tensor_t);
+    at.names = at.checksums + checksums_size(offer->verify, offer->tensor_count);
+    return at;
+}
+
+/* The copy of the bytes that a decoded offer keeps behind its arrays. */
+static const uint8_t *
+stored_body(const arl_offer_t *offer)
+{
+    return (const uint8_t *)offer->storage + offer->alloc_count * sizeof(arl_offer_alloc_t) +
+           offer->tensor_count * sizeof(arl_offer_tensor_t);
+}
+
+static arl_status_t
+read_tensors(const sections_t *at, arl_offer_t *offer, arl_error_t *err)
+{
+    const uint8_t *names = at->names;
+    uint32_t names_size = at->names_size;
     arl_names_t index = {0};
     arl_status_t status = arl_names_init(&index, offer->tensor_count, err);
 
@@ -615,7 +412,7 @@ read_tensors(const uint8_t *records, const uint8_t *checksums, const uint8_t *na
         arl_offer_tensor_t *tensor = &offer->tensors[i];
         wire_tensor_t wire;
 
-        memcpy(&wire, records + (size_t)i * sizeof(wire), sizeof(wire));
+        memcpy(&wire, at->tensors + (size_t)i * sizeof(wire), sizeof(wire));
         if (wire.name_length == 0 || wire.name_length > ARL_OFFER_NAME_MAX ||
             wire.name_length > names_size || !utf8_valid(names, wire.name_length)) {
             status = arl_error_set(err, ARL_ERR_SYNC, READ,
@@ -635,8 +432,9 @@ read_tensors(const uint8_t *records, const uint8_t *checksums, const uint8_t *na
         }
         ARL_CHECK_GOTO(status, read_tensor(&wire, i, tensor, err), free_index);
         ARL_CHECK_GOTO(status, check_tensor(offer, i, err), free_index);
-        if (checksums != NULL) {
-            memcpy(&tensor->checksum, checksums + (size_t)i * sizeof(uint64_t), sizeof(uint64_t));
+        if (offer->verify != ARL_VERIFY_NONE) {
+            memcpy(&tensor->checksum, at->checksums + (size_t)i * sizeof(uint64_t),
+                   sizeof(uint64_t));
         }
     }
     if (names_size != 0) {
@@ -647,6 +445,44 @@ read_tensors(const uint8_t *records, const uint8_t *checksums, const uint8_t *na
 free_index:
     arl_names_free(&index);
     return status;
+}
+
+/*
+ * When an earlier offer had the very same records and names, and allocations of the same sizes,
+ * everything that was checked and computed of them then holds, and is copied. False otherwise.
+ */
+static bool
+read_as_known(const sections_t *at, const arl_offer_t *known, arl_offer_t *offer)
+{
+    sections_t then;
+
+    if (known == NULL || known->tensor_count != offer->tensor_count ||
+        known->alloc_count != offer->alloc_count || known->layout_id != offer->layout_id) {
+        return false;
+    }
+    then = find_sections(stored_body(known), known, 0);
+    then.names_size = (uint32_t)(known->blob - then.names);
+    if (then.names_size != at->names_size || memcmp(then.names, at->names, at->names_size) != 0 ||
+        memcmp(then.tensors, at->tensors, offer->tensor_count * sizeof(wire_tensor_t)) != 0) {
+        return false;
+    }
+    for (uint32_t i = 0; i < offer->alloc_count; i++) {
+        if (known->allocs[i].size != offer->allocs[i].size) {
+            return false;
+        }
+    }
+    memcpy(offer->tensors, known->tensors, offer->tensor_count * sizeof(*offer->tensors));
+    for (uint32_t i = 0; i < offer->tensor_count; i++) {
+        arl_offer_tensor_t *tensor = &offer->tensors[i];
+
+        tensor->name = (const char *)at->names + (tensor->name - (const char *)then.names);
+        tensor->checksum = 0;
+        if (offer->verify != ARL_VERIFY_NONE) {
+            memcpy(&tensor->checksum, at->checksums + (size_t)i * sizeof(uint64_t),
+                   sizeof(uint64_t));
+        }
+    }
+    return true;
 }
 
 static void
@@ -675,11 +511,10 @@ read_header(const wire_header_t *wire, arl_offer_t *offer)
 
 /* `offer->storage` begins with the arrays and ends with a copy of the bytes after the header. */
 static arl_status_t
-read_body(const wire_header_t *wire, const uint8_t *body, arl_offer_t *offer, arl_error_t *err)
+read_body(const wire_header_t *wire, const uint8_t *body, const arl_offer_t *known,
+          arl_offer_t *offer, arl_error_t *err)
 {
-    const uint8_t *tensors = body + wire->alloc_count * sizeof(wire_alloc_t);
-    const uint8_t *checksums = tensors + wire->tensor_count * sizeof(wire_tensor_t);
-    const uint8_t *names = checksums + checksums_size(offer->verify, wire->tensor_count);
+    const sections_t at = find_sections(body, offer, wire->names_size);
     arl_status_t status;
 
     for (uint32_t i = 0; i < wire->alloc_count; i++) {
@@ -688,12 +523,14 @@ read_body(const wire_header_t *wire, const uint8_t *body, arl_offer_t *offer, ar
             return status;
         }
     }
-    status = read_tensors(tensors, offer->verify == ARL_VERIFY_NONE ? NULL : checksums, names,
-                          wire->names_size, offer, err);
+    offer->blob = at.names + wire->names_size;
+    if (read_as_known(&at, known, offer)) {
+        return ARL_OK;
+    }
+    status = read_tensors(&at, offer, err);
     if (status != ARL_OK) {
         return status;
     }
-    offer->blob = names + wire->names_size;
     if (arl_offer_layout_id(offer) != offer->layout_id) {
         return arl_error_set(err, ARL_ERR_SYNC, READ,
                              "offer is not valid: its layout id is not that of its tensors");
@@ -702,7 +539,8 @@ read_body(const wire_header_t *wire, const uint8_t *body, arl_offer_t *offer, ar
 }
 
 arl_status_t
-arl_offer_decode(const void *bytes, size_t size, arl_offer_t *offer_p, arl_error_t *err)
+arl_offer_decode(const void *bytes, size_t size, const arl_offer_t *known, arl_offer_t *offer_p,
+                 arl_error_t *err)
 {
     arl_offer_t offer = {0};
     wire_header_t wire;
@@ -725,7 +563,7 @@ arl_offer_decode(const void *bytes, size_t size, arl_offer_t *offer_p, arl_error
     body = (uint8_t *)offer.storage + allocs_size + tensors_size;
     memcpy(body, (const uint8_t *)bytes + sizeof(wire), size - sizeof(wire));
     read_header(&wire, &offer);
-    status = read_body(&wire, body, &offer, err);
+    status = read_body(&wire, body, known, &offer, err);
     if (status != ARL_OK) {
         arl_offer_free(&offer);
         return status;

@@ -12,7 +12,7 @@
  */
 
 enum {
-    ARL_OFFER_FORMAT = 1,
+    ARL_OFFER_FORMAT = 2,
     ARL_OFFER_ID_BYTES = 16,
     ARL_OFFER_HOST_MAX = 64, /* host and control block names, with their end */
     ARL_OFFER_HANDLE_BYTES = 64,
@@ -99,7 +99,7 @@ typedef struct arl_offer {
     char fallback[ARL_OFFER_REASON_MAX]; /* why not the transport asked for; empty: it is */
     uint8_t nonce[ARL_OFFER_ID_BYTES];   /* random, one for the life of a sender */
     uint64_t epoch;                      /* grows with each offer of a sender; from 1 */
-    uint64_t layout_id;                  /* arl_offer_layout_id(), checked when read */
+    uint64_t layout_id;                  /* arl_offer_layout_id(); checked when read */
     uint32_t alloc_count;
     uint32_t tensor_count;
     arl_offer_alloc_t *allocs;
@@ -123,7 +123,7 @@ bool arl_offer_same_layout(const arl_offer_t *a, const arl_offer_t *b);
 /* The view of tensor `index` with its allocation mapped at `base`. */
 arl_view_t arl_offer_tensor_view(const arl_offer_t *offer, uint32_t index, const void *base);
 
-/* Makes the bytes (malloc) of an offer that holds to the rules below. */
+/* Makes the bytes (malloc) of an offer that holds to the rules below, its layout id included. */
 arl_status_t arl_offer_encode(const arl_offer_t *offer, uint8_t **bytes_p, size_t *size_p,
                               arl_error_t *err);
 
@@ -131,10 +131,11 @@ arl_status_t arl_offer_encode(const arl_offer_t *offer, uint8_t **bytes_p, size_
  * Reads bytes that came from anywhere. On success every promise of this header holds: counts
  * within the limits, valid dtypes, UTF-8 names without repetition, tensors inside of their
  * allocations, aliases equal to what they name, terminated strings, the layout id right. The
- * bytes are copied: they need not live on.
+ * bytes are copied: they need not live on. `known`, an earlier result or NULL, spares the work on
+ * tensors that are described by the very same bytes again.
  */
-arl_status_t arl_offer_decode(const void *bytes, size_t size, arl_offer_t *offer_p,
-                              arl_error_t *err);
+arl_status_t arl_offer_decode(const void *bytes, size_t size, const arl_offer_t *known,
+                              arl_offer_t *offer_p, arl_error_t *err);
 
 void arl_offer_free(arl_offer_t *offer);
 

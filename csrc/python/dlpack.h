@@ -4,6 +4,8 @@
 
 #include "core/arl_dtype.h"
 
+#include <stddef.h>
+
 /*
  * The part of the DLPack 1.0 ABI that is spoken here, declared from its published layout
  * (dmlc/dlpack): a C struct contract between processes' libraries, so nothing to link.
@@ -12,6 +14,8 @@
 #define ARL_DL_CAPSULE_USED "used_dltensor"
 #define ARL_DL_CAPSULE_VERSIONED "dltensor_versioned"
 #define ARL_DL_CAPSULE_VERSIONED_USED "used_dltensor_versioned"
+#define ARL_DL_EXCHANGE_ATTRIBUTE "__dlpack_c_exchange_api__"
+#define ARL_DL_EXCHANGE_CAPSULE "dlpack_exchange_api"
 
 enum { ARL_DL_CPU = 1, ARL_DL_CUDA = 2, ARL_DL_CUDA_HOST = 3 };
 enum { ARL_DL_FLAG_READ_ONLY = 1 };
@@ -54,6 +58,23 @@ typedef struct arl_dl_managed_versioned {
     arl_dl_tensor_t tensor;
 } arl_dl_managed_versioned_t;
 
+/* DLPack 1.3's table of functions of one type of tensors. Only `look` is called here. */
+typedef struct arl_dl_exchange {
+    struct {
+        uint32_t major;
+        uint32_t minor;
+    } version;
+    const struct arl_dl_exchange *older;
+    void (*allocate)(void);
+    void (*export_managed)(void);
+    void (*import_managed)(void);
+    /* Fills a description that holds while the object is neither changed nor let go. Returns 0,
+     * or -1 with an exception. May be NULL. */
+    int (*look)(void *object, arl_dl_tensor_t *tensor_p);
+    void (*current_stream)(void);
+} arl_dl_exchange_t;
+
+_Static_assert(offsetof(arl_dl_exchange_t, look) == 40, "DLPackExchangeAPI layout");
 _Static_assert(sizeof(arl_dl_tensor_t) == 48, "DLTensor layout");
 _Static_assert(sizeof(arl_dl_managed_t) == 64, "DLManagedTensor layout");
 _Static_assert(sizeof(arl_dl_managed_versioned_t) == 80, "DLManagedTensorVersioned layout");

@@ -26,6 +26,8 @@
 #define ARL_STATE_OBJECTS(X)                                                                       \
     X(torch)                                                                                       \
     X(torch_tensor_type)                                                                           \
+    X(torch_parameter_type)                                                                        \
+    X(torch_exchange)                                                                              \
     X(torch_from_numpy)                                                                            \
     X(torch_nested_type)                                                                           \
     X(torch_nested_from_jagged)                                                                    \

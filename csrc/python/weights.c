@@ -2,6 +2,7 @@
 #include "python/weights.h"
 
 #include "python/errors.h"
+#include "python/tensor_dlpack.h"
 
 #include <math.h>
 #include <stdarg.h>
@@ -287,44 +288,53 @@ arl_params_read(arl_state_t *state, PyObject *object, arl_role_t role, arl_param
     return 0;
 }
 
-/* Whether the tensor still has the memory that was imported: 1, 0, or -1 with an exception. */
-static int
-param_is_current(arl_state_t *state, const arl_param_t *param)
+static bool
+numpy_unchanged(PyArrayObject *array, const arl_view_t *view)
 {
-    PyObject *pointer;
-    void *data;
+    bool same = PyArray_DATA(array) == view->data && PyArray_NDIM(array) == view->ndim &&
+                (size_t)PyArray_ITEMSIZE(array) == view->itemsize;
 
-    if (param->tensor.kind == ARL_TENSOR_NUMPY) {
-        return PyArray_DATA((PyArrayObject *)param->object) == param->tensor.view.data;
+    for (int i = 0; i < view->ndim && same; i++) {
+        same =
+            PyArray_DIM(array, i) == view->shape[i] && PyArray_STRIDE(array, i) == view->strides[i];
     }
-    if (param->tensor.kind != ARL_TENSOR_TORCH) {
-        return 1; /* a DLPack capsule owns the memory it was made for */
-    }
-    pointer = PyObject_CallMethodNoArgs(param->object, state->names.data_ptr);
-    if (pointer == NULL) {
-        return -1;
-    }
-    data = PyLong_AsVoidPtr(pointer);
-    Py_DECREF(pointer);
-    return PyErr_Occurred() ? -1 : data == param->tensor.view.data;
+    return same;
+}
+
+static bool
+views_equal(const arl_view_t *a, const arl_view_t *b)
+{
+    const size_t size = (size_t)a->ndim * sizeof(a->shape[0]);
+
+    return a->data == b->data && a->dtype == b->dtype && a->ndim == b->ndim &&
+           a->device_type == b->device_type && a->device_index == b->device_index &&
+           memcmp(a->shape, b->shape, size) == 0 && memcmp(a->strides, b->strides, size) == 0;
 }
 
 int
 arl_params_refresh(arl_state_t *state, arl_params_t *params, arl_role_t role, bool *changed_p)
 {
+    const arl_dl_exchange_t *exchange = arl_torch_exchange(state);
+
     *changed_p = false;
     for (Py_ssize_t i = 0; i < params->count; i++) {
         arl_param_t *param = &params->items[i];
-        int current;
+        const arl_view_t before = param->tensor.view;
 
-        if (param->tensor.owner == NULL) { /* a name or a specification alone */
+        if (param->tensor.owner == NULL || /* a name or a specification alone */
+            /* or a DLPack capsule, which owns the memory that it was made for */
+            param->tensor.kind == ARL_TENSOR_DLPACK) {
             continue;
         }
-        current = param_is_current(state, param);
-        if (current < 0 || (current == 0 && param_import(state, param, role) < 0)) {
+        if (param->tensor.kind == ARL_TENSOR_NUMPY
+                ? numpy_unchanged((PyArrayObject *)param->object, &before)
+                : arl_torch_unchanged(state, exchange, param->object, &before)) {
+            continue;
+        }
+        if (param_import(state, param, role) < 0) {
             return -1;
         }
-        *changed_p = *changed_p || current == 0;
+        *changed_p = *changed_p || !views_equal(&before, &param->tensor.view);
     }
     return 0;
 }

@@ -46,7 +46,7 @@ int arl_params_read(arl_state_t *state, PyObject *object, arl_role_t role, arl_p
 
 /*
  * Sees to it that the views are those of the tensors as they are now: a torch parameter may have
- * been given other memory (`p.data = …`). `*changed_p` tells whether any was.
+ * been given other memory (`p.data = …`) or another shape. `*changed_p` tells whether any was.
  */
 int arl_params_refresh(arl_state_t *state, arl_params_t *params, arl_role_t role, bool *changed_p);
 

@@ -26,6 +26,7 @@ struct arl_control {
     arl_peer_watch_t *watches; /* sender: one for each slot, open when `watched` */
     bool *watched;
     arl_peer_watch_t sender_watch; /* receiver */
+    bool borrowed;                 /* the watch is another's to close */
 };
 
 static size_t
@@ -356,8 +357,8 @@ explain_missing(const arl_offer_t *offer, const char *operation, arl_error_t *er
 }
 
 arl_status_t
-arl_control_attach(const arl_offer_t *offer, uint32_t rank, arl_control_t **control_p,
-                   arl_error_t *err)
+arl_control_attach(const arl_offer_t *offer, uint32_t rank, const arl_peer_watch_t *sender,
+                   arl_control_t **control_p, arl_error_t *err)
 {
     const char *operation = rank > 0 ? JOIN : PULL;
     arl_control_t *control = calloc(1, sizeof(*control));
@@ -384,7 +385,13 @@ arl_control_attach(const arl_offer_t *offer, uint32_t rank, arl_control_t **cont
     }
     control->page = control->shm.map;
     ARL_CHECK_GOTO(status, check_page(control, offer, err), close_shm);
-    arl_peer_watch_open(&control->sender_watch, &offer->sender);
+    if (sender != NULL) {
+        control->sender_watch = *sender;
+        control->borrowed = true;
+    }
+    else {
+        arl_peer_watch_open(&control->sender_watch, &offer->sender);
+    }
     if (!arl_peer_watch_alive(&control->sender_watch)) {
         status = sender_gone(offer, operation, err);
         arl_shm_sweep(); /* what it left: nobody else may come */
@@ -400,7 +407,9 @@ arl_control_attach(const arl_offer_t *offer, uint32_t rank, arl_control_t **cont
 fail_slot:
     arl_control_set_slot(control, ARL_SLOT_FAILED);
 close_watch:
-    arl_peer_watch_close(&control->sender_watch);
+    if (!control->borrowed) {
+        arl_peer_watch_close(&control->sender_watch);
+    }
 close_shm:
     arl_shm_close(&control->shm);
 free_control:
@@ -499,7 +508,7 @@ control_free(arl_control_t *control)
             arl_peer_watch_close(&control->watches[i]);
         }
     }
-    if (!control->sender) {
+    if (!control->sender && !control->borrowed) {
         arl_peer_watch_close(&control->sender_watch);
     }
     free(control->watched);

@@ -5,6 +5,8 @@
 #include "core/arl_deadline.h"
 #include "core/arl_offer.h"
 
+#include "transport/arl_peer.h"
+
 #include <stdatomic.h>
 
 /*
@@ -110,9 +112,11 @@ void arl_control_count(const arl_control_t *control, bool finished, char *text, 
 /* ---- the receiver's side ---- */
 
 /* Opens the block of an offer and takes a slot in it: a receiver's where `rank` is 0, otherwise
- * that of co-sender `rank`, which is below offer->senders. The errors tell a sender that died from
- * an offer that was released or used up. */
-arl_status_t arl_control_attach(const arl_offer_t *offer, uint32_t rank, arl_control_t **control_p,
+ * that of co-sender `rank`, which is below offer->senders. `sender` watches the offer's sender and
+ * outlives the control; NULL: it opens one of its own. The errors tell a sender that died from an
+ * offer that was released or used up. */
+arl_status_t arl_control_attach(const arl_offer_t *offer, uint32_t rank,
+                                const arl_peer_watch_t *sender, arl_control_t **control_p,
                                 arl_error_t *err);
 
 void arl_control_set_slot(arl_control_t *control, arl_slot_state_t state);

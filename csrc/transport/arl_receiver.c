@@ -79,7 +79,8 @@ read_offer(const arl_receiver_t *receiver, const void *bytes, size_t size, arl_s
            arl_error_t *err)
 {
     arl_offer_t *offer = &session->offer;
-    arl_status_t status = arl_offer_decode(bytes, size, offer, err);
+    arl_status_t status =
+        arl_offer_decode(bytes, size, receiver->planned ? &receiver->plan_offer : NULL, offer, err);
 
     if (status != ARL_OK) {
         return status;
@@ -140,7 +141,8 @@ make_plan(arl_receiver_t *receiver, const void *bytes, size_t size, arl_session_
     if (status != ARL_OK) {
         return status;
     }
-    status = arl_offer_decode(bytes, size, &kept, err); /* a copy that outlives the session */
+    /* A copy that outlives the session. */
+    status = arl_offer_decode(bytes, size, &session->offer, &kept, err);
     if (status != ARL_OK) {
         arl_plan_free(&plan);
         return status;
@@ -151,6 +153,29 @@ make_plan(arl_receiver_t *receiver, const void *bytes, size_t size, arl_session_
     receiver->plan_offer = kept;
     receiver->planned = true;
     return ARL_OK;
+}
+
+/* ---- the sender's process -------------------------------------------------------------------- */
+
+static void
+forget_sender(arl_receiver_t *receiver)
+{
+    if (receiver->watching) {
+        arl_peer_watch_close(&receiver->sender);
+        receiver->watching = false;
+    }
+}
+
+/* One sender makes offer after offer: what tells that it lives is opened once. */
+static const arl_peer_watch_t *
+watch_sender(arl_receiver_t *receiver, const arl_peer_t *sender)
+{
+    if (!receiver->watching || !arl_peer_equal(&receiver->sender.peer, sender)) {
+        forget_sender(receiver);
+        arl_peer_watch_open(&receiver->sender, sender);
+        receiver->watching = true;
+    }
+    return &receiver->sender;
 }
 
 /* ---- a session ------------------------------------------------------------------------------- */
@@ -175,7 +200,10 @@ open_session(arl_receiver_t *receiver, const void *bytes, size_t size, arl_sessi
     arl_status_t status = ARL_OK;
 
     if (session->offer.control[0] != '\0') {
-        ARL_CHECK_GOTO(status, arl_control_attach(&session->offer, 0, &session->pull.control, err),
+        ARL_CHECK_GOTO(status,
+                       arl_control_attach(&session->offer, 0,
+                                          watch_sender(receiver, &session->offer.sender),
+                                          &session->pull.control, err),
                        done);
     }
     session->stats.open_s = phase_end(session);
@@ -452,4 +480,5 @@ arl_receiver_close(arl_receiver_t *receiver)
         }
     }
     forget_plan(receiver);
+    forget_sender(receiver);
 }

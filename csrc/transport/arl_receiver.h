@@ -2,6 +2,7 @@
 #ifndef ARL_TRANSPORT_RECEIVER_H
 #define ARL_TRANSPORT_RECEIVER_H
 
+#include "transport/arl_peer.h"
 #include "transport/arl_transport.h"
 
 enum { ARL_RECEIVER_SEEN_MAX = 16 };
@@ -29,6 +30,10 @@ typedef struct arl_receiver {
     arl_offer_t plan_offer;
     arl_plan_t plan;
     arl_plan_report_t report;
+
+    /* The process of the last offer. */
+    bool watching;
+    arl_peer_watch_t sender;
 
     arl_import_t *kept[ARL_TRANSPORT_COUNT];
 } arl_receiver_t;
@@ -82,7 +87,7 @@ arl_status_t arl_receiver_pull(arl_receiver_t *receiver, const void *bytes, size
 /* Mappings of foreign memory that are kept. */
 int64_t arl_receiver_live(const arl_receiver_t *receiver);
 
-/* Closes them and forgets the plan. Safe to repeat. */
+/* Closes them, and forgets the plan and the sender. Safe to repeat. */
 void arl_receiver_close(arl_receiver_t *receiver);
 
 #endif

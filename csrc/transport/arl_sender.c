@@ -17,6 +17,8 @@ static const char SERVE[] = "serve";
 static const char RELEASE[] = "release";
 static const char JOIN[] = "join";
 
+static const int64_t SWEEP_NS = INT64_C(1000000000);
+
 /* ---- the registry: offers of this process ---------------------------------------------------- */
 
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -118,14 +120,15 @@ typedef struct alias_key {
 } alias_key_t;
 
 static arl_status_t
-find_aliases(const arl_source_t *sources, uint32_t count, uint32_t *alias_of, arl_error_t *err)
+find_aliases(const arl_source_t *sources, uint32_t count, uint32_t *alias_of, const char *operation,
+             arl_error_t *err)
 {
     alias_key_t *keys = calloc((size_t)count + 1, sizeof(*keys));
     arl_names_t table = {0};
     arl_status_t status;
 
     if (keys == NULL) {
-        return arl_error_set(err, ARL_ERR_NOMEM, OFFER, "out of memory for %u tensors", count);
+        return arl_error_set(err, ARL_ERR_NOMEM, operation, "out of memory for %u tensors", count);
     }
     ARL_CHECK_GOTO(status, arl_names_init(&table, count, err), free_keys);
     for (uint32_t i = 0; i < count; i++) {
@@ -150,7 +153,7 @@ free_keys:
 }
 
 static arl_status_t
-check_sources(const arl_source_t *sources, uint32_t count, arl_error_t *err)
+check_sources(const arl_source_t *sources, uint32_t count, const char *operation, arl_error_t *err)
 {
     arl_names_t table = {0};
     arl_status_t status = arl_names_init(&table, count, err);
@@ -159,14 +162,14 @@ check_sources(const arl_source_t *sources, uint32_t count, arl_error_t *err)
         return status;
     }
     if (count == 0) {
-        status = arl_error_set(err, ARL_ERR_VALUE, OFFER, "there are no tensors to offer");
+        status = arl_error_set(err, ARL_ERR_VALUE, operation, "there are no tensors to offer");
     }
     for (uint32_t i = 0; i < count && status == ARL_OK; i++) {
         if (sources[i].name_length == 0) {
-            status = arl_error_set(err, ARL_ERR_VALUE, OFFER, "tensor %u has an empty name", i);
+            status = arl_error_set(err, ARL_ERR_VALUE, operation, "tensor %u has an empty name", i);
         }
         else if (arl_names_add(&table, sources[i].name, sources[i].name_length, i) != i) {
-            status = arl_error_set(err, ARL_ERR_VALUE, OFFER, "the name %.*s comes twice",
+            status = arl_error_set(err, ARL_ERR_VALUE, operation, "the name %.*s comes twice",
                                    (int)sources[i].name_length, sources[i].name);
         }
     }
@@ -174,9 +177,80 @@ check_sources(const arl_source_t *sources, uint32_t count, arl_error_t *err)
     return status;
 }
 
+static bool
+source_equal(const arl_source_t *a, const arl_source_t *b)
+{
+    const size_t size = (size_t)a->view.ndim * sizeof(a->view.shape[0]);
+
+    /* The text of a name is its owner's, and never changes. */
+    return a->name == b->name && a->name_length == b->name_length && a->view.data == b->view.data &&
+           a->view.dtype == b->view.dtype && a->view.ndim == b->view.ndim &&
+           a->view.device_type == b->view.device_type &&
+           a->view.device_index == b->view.device_index &&
+           memcmp(a->view.shape, b->view.shape, size) == 0 &&
+           memcmp(a->view.strides, b->view.strides, size) == 0;
+}
+
+static bool
+sources_known(const arl_sender_t *sender, const arl_source_t *sources, uint32_t count)
+{
+    if (sender->known == NULL || sender->known_count != count) {
+        return false;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        if (!source_equal(&sender->known[i], &sources[i])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void
+forget_sources(arl_sender_t *sender)
+{
+    free(sender->known);
+    free(sender->alias_of);
+    sender->known = NULL;
+    sender->alias_of = NULL;
+    sender->layout_id = 0;
+}
+
+/* Checks the sources and finds out which are the same; once, as long as nothing changes. */
+static arl_status_t
+learn_sources(arl_sender_t *sender, const arl_source_t *sources, uint32_t count,
+              const char *operation, arl_error_t *err)
+{
+    arl_status_t status;
+
+    if (sources_known(sender, sources, count)) {
+        return ARL_OK;
+    }
+    forget_sources(sender);
+    status = check_sources(sources, count, operation, err);
+    if (status != ARL_OK) {
+        return status;
+    }
+    sender->known = malloc(((size_t)count + 1) * sizeof(*sender->known));
+    sender->alias_of = malloc(((size_t)count + 1) * sizeof(*sender->alias_of));
+    if (sender->known == NULL || sender->alias_of == NULL) {
+        status =
+            arl_error_set(err, ARL_ERR_NOMEM, operation, "out of memory for %u tensors", count);
+    }
+    else {
+        status = find_aliases(sources, count, sender->alias_of, operation, err);
+    }
+    if (status != ARL_OK) {
+        forget_sources(sender);
+        return status;
+    }
+    memcpy(sender->known, sources, (size_t)count * sizeof(*sources));
+    sender->known_count = count;
+    return ARL_OK;
+}
+
 /* All of the offer that is the same for every transport. */
 static arl_status_t
-fill_offer(const arl_sender_t *sender, const arl_export_request_t *request, arl_offer_t *offer,
+fill_offer(arl_sender_t *sender, const arl_export_request_t *request, arl_offer_t *offer,
            arl_error_t *err)
 {
     arl_offer_tensor_t *tensors = calloc((size_t)request->count + 1, sizeof(*tensors));
@@ -198,6 +272,10 @@ fill_offer(const arl_sender_t *sender, const arl_export_request_t *request, arl_
     }
     offer->tensors = tensors;
     offer->tensor_count = request->count;
+    if (sender->layout_id == 0) {
+        sender->layout_id = arl_offer_layout_id(offer);
+    }
+    offer->layout_id = sender->layout_id;
     offer->verify = request->verify;
     offer->receivers = request->receivers;
     offer->senders = request->senders;
@@ -274,6 +352,19 @@ free_offer:
     return status;
 }
 
+/* What dead processes left is looked for now and then: reading the folder takes as long as all
+ * other work of an offer whose tensors are known. */
+static void
+sweep(arl_sender_t *sender)
+{
+    const int64_t now = arl_clock_ns();
+
+    if (sender->swept_ns == 0 || now - sender->swept_ns >= SWEEP_NS) {
+        arl_shm_sweep();
+        sender->swept_ns = now;
+    }
+}
+
 arl_status_t
 arl_sender_offer(arl_sender_t *sender, const arl_source_t *sources, uint32_t count, uint64_t epoch,
                  void *stream, arl_deadline_t *deadline, uint8_t **bytes_p, size_t *size_p,
@@ -291,8 +382,7 @@ arl_sender_offer(arl_sender_t *sender, const arl_source_t *sources, uint32_t cou
         .stream = stream,
         .deadline = deadline,
     };
-    uint32_t *alias_of;
-    arl_status_t status = check_sources(sources, count, err);
+    arl_status_t status = learn_sources(sender, sources, count, OFFER, err);
 
     if (status != ARL_OK) {
         return status;
@@ -306,20 +396,13 @@ arl_sender_offer(arl_sender_t *sender, const arl_source_t *sources, uint32_t cou
     if (status != ARL_OK || (status = arl_peer_self(&sender->self, err)) != ARL_OK) {
         return status;
     }
-    alias_of = malloc(((size_t)count + 1) * sizeof(*alias_of));
-    if (alias_of == NULL) {
-        return arl_error_set(err, ARL_ERR_NOMEM, OFFER, "out of memory for %u tensors", count);
-    }
-    request.alias_of = alias_of;
-    arl_shm_sweep();
+    request.alias_of = sender->alias_of;
+    sweep(sender);
     sender->epoch = epoch != 0 ? epoch : last + 1;
-    ARL_CHECK_GOTO(status, find_aliases(sources, count, alias_of, err), free_aliases);
-    ARL_CHECK_GOTO(status, make_export(sender, &request, bytes_p, size_p, err), free_aliases);
-free_aliases:
+    status = make_export(sender, &request, bytes_p, size_p, err);
     if (status != ARL_OK) {
         sender->epoch = last;
     }
-    free(alias_of);
     return status;
 }
 
@@ -444,7 +527,7 @@ join_offer(arl_sender_t *sender, arl_export_request_t *request, const arl_offer_
 {
     arl_error_t reason = ARL_ERROR_INIT;
     arl_control_t *control;
-    arl_status_t status = arl_control_attach(offer, rank, &control, err);
+    arl_status_t status = arl_control_attach(offer, rank, NULL, &control, err);
 
     if (status != ARL_OK) {
         return status;
@@ -482,20 +565,14 @@ arl_sender_join(arl_sender_t *sender, const arl_source_t *sources, uint32_t coun
     };
     const arl_transport_t *transport = NULL;
     arl_sync_stats_t stats = {0};
-    uint32_t *alias_of = NULL;
     arl_offer_t offer;
-    arl_status_t status = arl_offer_decode(bytes, size, &offer, err);
+    arl_status_t status = arl_offer_decode(bytes, size, NULL, &offer, err);
 
     if (status != ARL_OK) {
         return status;
     }
-    alias_of = malloc(((size_t)count + 1) * sizeof(*alias_of));
-    if (alias_of == NULL) {
-        status = arl_error_set(err, ARL_ERR_NOMEM, JOIN, "out of memory for %u tensors", count);
-        goto free_decoded;
-    }
-    request.alias_of = alias_of;
-    ARL_CHECK_GOTO(status, find_aliases(sources, count, alias_of, err), free_decoded);
+    ARL_CHECK_GOTO(status, learn_sources(sender, sources, count, JOIN, err), free_decoded);
+    request.alias_of = sender->alias_of;
     ARL_CHECK_GOTO(status, check_join(&offer, rank, &transport, err), free_decoded);
     ARL_CHECK_GOTO(status, arl_sender_release(sender, deadline, err), free_decoded);
     request.receivers = offer.receivers;
@@ -509,7 +586,6 @@ arl_sender_join(arl_sender_t *sender, const arl_source_t *sources, uint32_t coun
     stats.copy_s = stats.total_s = arl_deadline_elapsed_s(deadline);
     *stats_p = stats;
 free_decoded:
-    free(alias_of);
     arl_offer_free(&offer);
     return status;
 }
@@ -572,6 +648,7 @@ void
 arl_sender_close(arl_sender_t *sender, bool forked)
 {
     arl_sender_abandon(sender, forked);
+    forget_sources(sender);
     for (uint32_t i = 0; i < ARL_TRANSPORT_COUNT; i++) {
         if (sender->kept[i] != NULL) {
             arl_transport_get(i)->discard(&sender->kept[i], forked);

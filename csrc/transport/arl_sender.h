@@ -19,6 +19,14 @@ typedef struct arl_sender {
     arl_offer_t offer;      /* of `current`, for streaming */
     arl_sync_stats_t stats; /* of `current` */
     void *kept[ARL_TRANSPORT_COUNT];
+
+    /* What the last offer was made of, and what was found out about it: the same the next time, as
+     * a rule. `known` is compared with only. */
+    arl_source_t *known;
+    uint32_t *alias_of;
+    uint32_t known_count;
+    uint64_t layout_id;
+    int64_t swept_ns; /* when it last cleaned up after dead processes; 0 for never */
 } arl_sender_t;
 
 /* Draws the nonce. `receivers`, `senders`, `verify`, `ring_bytes`, `keep_mapped` and `choice` are

@@ -162,11 +162,10 @@ arl_status_t
 arl_chunk_packer_prepare(arl_chunk_packer_t *packer, const arl_export_request_t *request,
                          const arl_offer_t *offer, bool complete, arl_error_t *err)
 {
-    const uint64_t layout_id = arl_offer_layout_id(offer);
     arl_status_t status;
 
     /* The layout id leaves aliases out; the views tell them apart. */
-    if (complete && packer->layout_id == layout_id && same_views(packer, request)) {
+    if (complete && packer->layout_id == offer->layout_id && same_views(packer, request)) {
         return ARL_OK;
     }
     arl_chunk_packer_free(packer, false);
@@ -174,7 +173,7 @@ arl_chunk_packer_prepare(arl_chunk_packer_t *packer, const arl_export_request_t 
     if (status != ARL_OK) {
         return status;
     }
-    packer->layout_id = layout_id;
+    packer->layout_id = offer->layout_id;
     return complete ? make_plans(packer, request, err) : ARL_OK;
 }
 

@@ -98,7 +98,7 @@ static arl_status_t
 read_hellos(const arl_nccl_watch_t *watch, const arl_stream_t *stream, const arl_offer_t *offer,
             arl_nccl_hello_t *hellos, arl_error_t *err)
 {
-    const uint64_t layout_id = arl_offer_layout_id(offer);
+    const uint64_t layout_id = offer->layout_id;
     const arl_control_page_t *page = arl_control_page(watch->control);
     char who[32];
 
