@@ -13,8 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import clients
 from arctic_rl_c.local import frames
 
+T = torch.tensor
 SCALARS = (
     st.none()
     | st.booleans()
@@ -90,6 +92,14 @@ def test_views_are_sent_by_their_elements() -> None:
     assert not found["grad"].requires_grad
 
 
+@pytest.mark.parametrize("rows", [[[1, 2], [], [3]], [[]]])
+def test_jagged_tensors(rows: list[list[int]]) -> None:
+    value = clients.nested(rows)
+    first, found, last = round_trip([b"odd", {"x": value}, value])
+    assert first == b"odd"
+    clients.same([found["x"], last], [value, value])
+
+
 def test_numpy_scalars_and_enumerations_become_plain() -> None:
     class Colour(str, enum.Enum):
         RED = "red"
@@ -118,7 +128,7 @@ def test_sent_without_a_copy() -> None:
         ({"a": {1, 2}}, "value.a is a builtins.set"),
         ({"a": np.array([object()])}, "value.a is an array of object"),
         (
-            [torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)],
+            [torch.nested.narrow(torch.ones(2, 3), 1, T([0, 1]), T([1, 2]), layout=torch.jagged)],
             "value is a tensor of layout torch.jagged",
         ),
     ],

@@ -3,8 +3,8 @@
 
 A frame is a fixed prefix (magic, version, two lengths), a JSON tree, and a body of buffers at
 64-byte steps. Unlike a DSSST1 frame, which other programs speak, this one keeps tuples, bytes,
-integer keys and NumPy arrays as they are, sends tensors without a copy into the frame, and
-gives them back as views of the received body.
+integer keys, NumPy arrays and jagged tensors as they are, sends tensors without a copy into the
+frame, and gives them back as views of the received body.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def encode(value: Any) -> list[memoryview]:
 
     Args:
         value: None, bool, int, float, str, bytes, list, tuple, dict with such keys, NumPy
-            array or scalar, torch tensor (on a GPU: copied to the host).
+            array or scalar, torch tensor, also a jagged one (on a GPU: copied to the host).
 
     Raises:
         FrameError: Something else was found; says where.
@@ -127,6 +127,12 @@ def _encode_array(value: np.ndarray[Any, Any], buffers: list[memoryview], where:
 def _encode_tensor(value: Any, buffers: list[memoryview], where: str) -> Any:
     import torch
 
+    if value.is_nested and value.layout is torch.jagged and value.is_contiguous():
+        return {
+            _TAG: "jagged",
+            "values": _encode_tensor(value.values(), buffers, where),
+            "offsets": _encode_tensor(value.offsets(), buffers, where),
+        }
     if value.is_nested or value.is_sparse or value.is_quantized:
         raise FrameError(f"{where} is a tensor of layout {value.layout}, which cannot be sent")
     flat = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
@@ -160,6 +166,11 @@ def _decode(node: Any, reader: _Reader) -> Any:
 
         dtype = getattr(torch, node["dtype"])
         return torch.from_numpy(reader.take(node["size"])).view(dtype).reshape(node["shape"])
+    if tag == "jagged":
+        import torch
+
+        values, offsets = (_decode(node[part], reader) for part in ("values", "offsets"))
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
     raise FrameError(f"a frame holds an unknown node {tag!r}")
 
 
