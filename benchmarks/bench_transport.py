@@ -175,6 +175,7 @@ def ray(run: Callable[[Any], Any]) -> Iterator[Callable[[dict[str, Any]], Varian
 
     from arctic_rl_c.transports import ray_data
     from arctic_rl_c.transports.ray import RayTransport
+    from arctic_rl_c.transports.ray_actors import ServerActor
     from arctic_rl_c.transports.ray_watch import identify
 
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -188,11 +189,12 @@ def ray(run: Callable[[Any], Any]) -> Iterator[Callable[[dict[str, Any]], Varian
     )
     actor = ray.remote(ends.BareActor).options(num_cpus=0).remote()
     front = ray.remote(ends.BareFront).options(num_cpus=0).remote(actor)
-    server = ray.remote(ends.server_actor()).options(num_cpus=0, max_concurrency=64)
+    server = ray.remote(ServerActor).options(num_cpus=0, max_concurrency=64)
+    roles = ([{"num_cpus": 0}] * 2, True, identify(), "transport_ends:null_role")
     cluster = ray.get_runtime_context().get_session_name()
     handle = {"transport": "ray", "serves_reference": False, "cluster": cluster}
     transport = RayTransport.from_handle(
-        {**handle, "server": server.remote(as_dict(LocalOptions()), identify())}
+        {**handle, "server": server.remote(as_dict(LocalOptions()), *roles)}
     )
 
     def variants(obj: dict[str, Any]) -> Variants:

@@ -136,7 +136,7 @@ async def serve_http() -> None:
     await runner.cleanup()
 
 
-# ---- ray: both actors ----------------------------------------------------------------------------
+# ---- ray: the bare actors ------------------------------------------------------------------------
 
 
 class BareActor:
@@ -160,28 +160,6 @@ class BareFront:
     async def take(self, reference: list[Any], answer: bool) -> Any:
         """The other actor's answer."""
         return await self._actor.take.remote(reference[0], answer)
-
-
-def server_actor() -> type:
-    """The ray transport's actor in front, with roles that have no model."""
-    from arctic_rl_c.local import worker
-    from arctic_rl_c.transports import ray_actors
-
-    class NullRoleActor(ray_actors.RoleActor):
-        """A role's actor, but for the role."""
-
-        def __init__(self, *arguments: Any) -> None:
-            worker.build_role = lambda *_: NullRole()  # in this actor's process alone
-            super().__init__(*arguments)
-
-    class NullServerActor(ray_actors.ServerActor):
-        """The actor in front, but for its roles."""
-
-        def __init__(self, options: Mapping[str, Any], owner: Mapping[str, Any]) -> None:
-            ray_actors.RoleActor = NullRoleActor  # in this actor's process alone
-            super().__init__(options, [{"num_cpus": 0}] * 2, True, owner)
-
-    return NullServerActor
 
 
 def main() -> None:

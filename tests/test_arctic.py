@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,15 @@ import pytest
 import arctic_servers
 import clients
 import golden
+import golden_calls
 import http_servers
 import test_client_config
-import test_payload_golden
 from arctic_rl_c import ArcticRLClient, ConfigError, PayloadError, TransportUnavailableError
 from arctic_rl_c.transports import http_errors
 from arctic_rl_c.transports.arctic import ArcticTransport
 from arctic_rl_c.transports.arctic_package import find_client
 from arctic_rl_c.transports.base import Transport
-from arctic_rl_c.transports.dense import dense_payload
 from arctic_servers import FINAL, PAYLOAD, SEED, both, config, final_client, run, server
-from test_http import client_over, log_prob, update
 
 __all__ = ["both"]
 
@@ -347,60 +346,32 @@ def inner_class(case: golden.Case) -> type:
     return importlib.import_module("arctic_training.rl.client").ArcticRLRayClient
 
 
-def wanted_calls(calls: list[Any]) -> list[Any]:
-    """Prompts and responses that are jagged go padded: the server wants their width."""
-    return [[name, payload and dense_payload(payload), rest] for name, payload, rest in calls]
+def through(case: golden.Case) -> golden_calls.Through:
+    """Let a transport be used: the calls of the inner client, and the result."""
+
+    def run_spied(use: Callable[[ArcticTransport], Awaitable[Any]]) -> tuple[list[Any], Any]:
+        with arctic_servers.spied(inner_class(case)) as calls:
+            return calls, run(use, case.config)
+
+    return run_spied
 
 
-@pytest.mark.parametrize("name", ["log_prob", "ref_log_prob"])
+@pytest.mark.parametrize("name", golden_calls.LOG_PROBS)
 @pytest.mark.parametrize("case", golden.CASES, ids=repr)
 def test_golden_log_probs(both: None, case: golden.Case, name: str) -> None:
-    async def use(transport: ArcticTransport) -> Any:
-        return await log_prob(client_over(transport, case), case, name)
-
-    with (
-        test_payload_golden.known_warnings(),
-        arctic_servers.spied(inner_class(case)) as calls,
-    ):
-        if name == "ref_log_prob" and case.config["remote_backend"].get("log_prob_gpus", 1) == 0:
-            with pytest.raises(ConfigError, match="log_prob_gpus"):
-                run(use, case.config)
-            return
-        result = run(use, case.config)
-    clients.same(calls, wanted_calls(case.result(name)["calls"]))
-    clients.same(result, case.result(name)["result"])
+    if name == "ref_log_prob" and case.config["remote_backend"].get("log_prob_gpus", 1) == 0:
+        with pytest.raises(ConfigError, match="log_prob_gpus"):
+            golden_calls.check_log_prob(through(case), case, name, golden_calls.dense)
+        return
+    golden_calls.check_log_prob(through(case), case, name, golden_calls.dense)
 
 
 @pytest.mark.parametrize("case", golden.CASES, ids=repr)
 def test_golden_updates(both: None, case: golden.Case) -> None:
-    """As recorded; where nothing was, as the same client does with a transport of its own."""
-
-    async def use(transport: ArcticTransport) -> Any:
-        return await update(client_over(transport, case), case)
-
-    with (
-        test_payload_golden.known_warnings(),
-        arctic_servers.spied(inner_class(case)) as calls,
-    ):
-        result = run(use, case.config)
-    if case in test_payload_golden.RECORDED:
-        clients.same(calls, wanted_calls(case.result("update_actor")["calls"]))
-        clients.same(result, case.result("update_actor")["result"])
-        return
-    direct = clients.Transport()
-    with test_payload_golden.known_warnings():
-        wanted = clients.drive(update(client_over(direct, case), case))
-    clients.same(calls, wanted_calls(direct.calls))
-    clients.same(result, wanted)
+    golden_calls.check_update(through(case), case, golden_calls.dense)
 
 
 @pytest.mark.parametrize("case", golden.CASES, ids=repr)
 def test_golden_other_calls(both: None, case: golden.Case) -> None:
-    async def use(transport: ArcticTransport) -> None:
-        client = client_over(transport, case)
-        await client.sync_weights()
-        await client.generate([5, 6, 7], {"temperature": 1.0, "max_tokens": 8})
-
-    with arctic_servers.spied(inner_class(case)) as calls:
-        run(use, case.config)
+    calls, _ = through(case)(lambda t: golden_calls.sync_and_generate(t, case))
     clients.same(calls, case.result("other_calls"))

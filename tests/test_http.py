@@ -11,7 +11,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,9 @@ import torch
 
 import clients
 import golden
+import golden_calls
 import http_servers
-import test_payload_golden
 from arctic_rl_c import (
-    ArcticRLClient,
     ClosedError,
     ConfigError,
     PayloadError,
@@ -211,75 +210,23 @@ def test_from_several_loops() -> None:
 # ---- golden calls --------------------------------------------------------------------------------
 
 
-def client_over(transport: Any, case: golden.Case) -> ArcticRLClient:
-    return ArcticRLClient(transport, case.config, tokenizer=clients.Tokenizer(), prompts_as="text")
-
-
-def wanted_calls(case: golden.Case, name: str) -> list[Any]:
-    """The recorded calls, with jagged prompts and responses as this wire carries them."""
-    calls = case.result(name)["calls"]
-    for call in calls:
-        if isinstance(call[1], dict):
-            call[1] = dense_payload(call[1])
-    return calls
-
-
-def log_prob(client: ArcticRLClient, case: golden.Case, name: str) -> Awaitable[Any]:
-    return client.compute_log_prob(
-        case.data(),
-        ref=name == "ref_log_prob",
-        calculate_entropy=name == "log_prob",
-        rollout_n=clients.rollout_n(case),
-        temperature=golden.TEMPERATURE,
-        pad_token_id=clients.PAD,
-    )
-
-
 @pytest.fixture
-def golden_server() -> Any:
+def through() -> Iterator[golden_calls.Through]:
+    """Let a transport be used: the calls that reach the server's backend, and the result."""
     backend = clients.Transport()
     with http_servers.serving(backend) as server:
-        yield backend, server
+        yield lambda use: (backend.calls, with_transport(server.url, use))
 
 
-@pytest.mark.parametrize("name", ["log_prob", "ref_log_prob"])
+@pytest.mark.parametrize("name", golden_calls.LOG_PROBS)
 @pytest.mark.parametrize("case", golden.CASES, ids=repr)
-def test_golden_log_probs(golden_server: Any, case: golden.Case, name: str) -> None:
-    backend, server = golden_server
-
-    with test_payload_golden.known_warnings():
-        result = with_transport(server.url, lambda t: log_prob(client_over(t, case), case, name))
-    clients.same(backend.calls, wanted_calls(case, name))
-    clients.same(result, case.result(name)["result"])
-
-
-def update(client: ArcticRLClient, case: golden.Case) -> Awaitable[Any]:
-    return client.update_actor(
-        case.data(),
-        actor_config=clients.actor_config(case),
-        pad_token_id=clients.PAD,
-        rollout_n=clients.rollout_n(case),
-        temperature=golden.TEMPERATURE,
-    )
+def test_golden_log_probs(through: golden_calls.Through, case: golden.Case, name: str) -> None:
+    golden_calls.check_log_prob(through, case, name, golden_calls.dense)
 
 
 @pytest.mark.parametrize("case", golden.CASES, ids=repr)
-def test_golden_updates(golden_server: Any, case: golden.Case) -> None:
-    """As recorded; where nothing was, as the same client does without HTTP between."""
-    backend, server = golden_server
-    with test_payload_golden.known_warnings():
-        result = with_transport(server.url, lambda t: update(client_over(t, case), case))
-    if case in test_payload_golden.RECORDED:
-        clients.same(backend.calls, wanted_calls(case, "update_actor"))
-        clients.same(result, case.result("update_actor")["result"])
-        return
-    direct = clients.Transport()
-    with test_payload_golden.known_warnings():
-        wanted = clients.drive(update(client_over(direct, case), case))
-    for call in direct.calls:
-        call[1] = call[1] and dense_payload(call[1])
-    clients.same(backend.calls, direct.calls)
-    clients.same(result, wanted)
+def test_golden_updates(through: golden_calls.Through, case: golden.Case) -> None:
+    golden_calls.check_update(through, case, golden_calls.dense)
 
 
 # ---- jagged payloads -----------------------------------------------------------------------------

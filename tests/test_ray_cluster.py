@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+import golden
+import golden_calls
+import test_golden_transports
 from arctic_rl_c import (
     ArcticRLClient,
     PeerLostError,
@@ -183,6 +186,17 @@ def test_two_forwarders_of_one_server(ray: Any, forwarder: Any, tmp_path: Path) 
             await RayTransport.from_handle(handle).step()
 
     bounded(work)
+
+
+def test_golden_calls(ray: Any) -> None:
+    """Two cases, with jagged and with dense prompts; `test_golden_transports.py` has them all."""
+    transport = test_golden_transports.RecordingRay(options())
+    through = test_golden_transports.through_one(transport)
+    for name in ("plain", "dense_prompts"):
+        case = golden.case("final", name)
+        golden_calls.check_log_prob(through, case, "log_prob")
+        golden_calls.check_update(through, case)
+    asyncio.run(transport.shutdown())
 
 
 def test_a_trainer_killed_in_the_middle_of_an_update(ray: Any, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import builtins
 import importlib
 import pickle
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,26 +33,10 @@ from arctic_rl_c.transports import Transport
 from arctic_rl_c.transports.ray import RayTransport
 from arctic_rl_c.transports.ray_actors import RayRole
 from arctic_rl_c.transports.ray_data import PackedTensor, pack, unpack
+from ray_doubles import ray
 from test_local_trainer import log_prob_payload, update_payload
 
-DOUBLE = Path(__file__).parent / "ray_double"
-
-
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    saved = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ray(name)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(DOUBLE)
-        try:
-            yield importlib.import_module("ray")
-        finally:
-            for name in [name for name in sys.modules if _is_ray(name)]:
-                del sys.modules[name]
-            sys.modules.update(saved)
-
-
-def _is_ray(name: str) -> bool:
-    return name == "ray" or name.startswith("ray.")
+__all__ = ["ray"]
 
 
 def settled(result: Any) -> Future[Any]:

@@ -15,6 +15,9 @@ from typing import Any
 
 from arctic_rl_c import ConfigError
 
+#: What builds a role in its process or actor, as `module:function`.
+ROLE_FACTORY = "arctic_rl_c.local.worker:build_role"
+
 #: Presets: arguments of `Qwen3Config`. `qwen3-0.6b` has that model's 310 tensors exactly.
 SHAPES: dict[str, dict[str, Any]] = {
     "micro": {

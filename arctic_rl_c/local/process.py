@@ -34,6 +34,7 @@ import numpy as np
 
 from arctic_rl_c import PeerLostError, PeerTimeoutError, WrongProcessError
 from arctic_rl_c.local import frames
+from arctic_rl_c.local.options import ROLE_FACTORY
 from arctic_rl_c.local.remote_errors import rebuild_error
 from arctic_rl_c.local.worker import INTERRUPT
 
@@ -70,7 +71,7 @@ class RoleProcess:
         role: str,
         options: Mapping[str, Any],
         *,
-        factory: str = "arctic_rl_c.local.worker:build_role",
+        factory: str = ROLE_FACTORY,
     ) -> None:
         self.role = role
         self._owner = os.getpid()

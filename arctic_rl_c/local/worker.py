@@ -79,7 +79,7 @@ def build_role(role: str, options: Mapping[str, Any]) -> Any:
     return module.Sampler(model, from_dict(SamplerOptions, options["options"]))
 
 
-def _load(factory: str) -> Callable[[str, Mapping[str, Any]], Any]:
+def load_factory(factory: str) -> Callable[[str, Mapping[str, Any]], Any]:
     """The function that `module:name` names."""
     module, _, name = factory.partition(":")
     found: Callable[[str, Mapping[str, Any]], Any] = getattr(importlib.import_module(module), name)
@@ -174,7 +174,7 @@ def serve(sock: socket.socket) -> None:
         while (request := connection.requests.get()) is not None:
             try:
                 if role is None:
-                    role = _load(request["factory"])(request["role"], request["options"])
+                    role = load_factory(request["factory"])(request["role"], request["options"])
                     answer = {"result": {"pid": os.getpid()}}
                 else:
                     work = partial(run_op, role, request["op"], request["arguments"])

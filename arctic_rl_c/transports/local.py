@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from arctic_rl_c.local.options import LocalOptions, as_dict
+from arctic_rl_c.local.options import ROLE_FACTORY, LocalOptions, as_dict
 from arctic_rl_c.local.process import RoleProcess
 from arctic_rl_c.local.server import EmbeddedServer
 
@@ -37,6 +37,8 @@ class LocalTransport(EmbeddedServer):
     accepts_strict = True
     #: Every option of the contract that a server may ignore has its effect here.
     server_limits = False
+    #: What builds a role in its process; tests have others.
+    _factory = ROLE_FACTORY
 
     def __init__(self, options: LocalOptions | Mapping[str, Any]) -> None:
         if not isinstance(options, LocalOptions):
@@ -51,10 +53,12 @@ class LocalTransport(EmbeddedServer):
             RoleProcess(
                 "trainer",
                 {"model": as_dict(options.trainer_model), "options": as_dict(options.trainer)},
+                factory=self._factory,
             ),
             RoleProcess(
                 "sampler",
                 {"model": as_dict(options.sampler_model), "options": as_dict(options.sampler)},
+                factory=self._factory,
             ),
         )
         super().__init__(

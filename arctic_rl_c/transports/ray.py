@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arctic_rl_c import ClosedError, ConfigError, PeerLostError, TransportUnavailableError
-from arctic_rl_c.local.options import LocalOptions, as_dict
+from arctic_rl_c.local.options import ROLE_FACTORY, LocalOptions, as_dict
 from arctic_rl_c.local.remote_errors import rebuild_error
 from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.ray_actors import ServerActor, lost
@@ -50,6 +50,8 @@ class RayTransport:
     accepts_strict = True
     #: Every option of the contract that a server may ignore has its effect here.
     server_limits = False
+    #: What builds a role in its process; tests have others.
+    _factory = ROLE_FACTORY
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class RayTransport:
         here = resources[0]["scheduling_strategy"]
         self._server = remote.options(
             num_cpus=0, max_concurrency=_CONCURRENCY, scheduling_strategy=here
-        ).remote(as_dict(options), resources, colocated, identify())
+        ).remote(as_dict(options), resources, colocated, identify(), self._factory)
         self._client = _new_client()
 
     @classmethod

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from arctic_rl_c import PeerLostError
+from arctic_rl_c.local.options import ROLE_FACTORY
 from arctic_rl_c.local.remote_errors import describe_error, rebuild_error
 from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.ray_data import pack, unpack
@@ -67,14 +68,21 @@ class RoleActor:
         role: `trainer` or `sampler`.
         options: `{"model": {...}, "options": {...}}`, see `arctic_rl_c.local.options`.
         owner: Identity of the process that this one ends with.
+        factory: `module:function` that builds the role from the first two.
     """
 
-    def __init__(self, role: str, options: Mapping[str, Any], owner: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        role: str,
+        options: Mapping[str, Any],
+        owner: Mapping[str, Any],
+        factory: str = ROLE_FACTORY,
+    ) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models come from disk
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # Roles take turns on the same cores: threads that spin take the other's time.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from arctic_rl_c.local.worker import INTERRUPT, Interruption, build_role
+        from arctic_rl_c.local.worker import INTERRUPT, Interruption, load_factory
 
         self._busy = threading.Lock()
         self._role: Any = None
@@ -88,7 +96,7 @@ class RoleActor:
             signal.signal(INTERRUPT, self._interruption.raise_if_allowed)
         leave_with(owner, self._leave)
         try:
-            self._role = build_role(role, options)
+            self._role = load_factory(factory)(role, options)
         except Exception as error:
             # An exception here would leave Ray's own text only: keep it for the first op.
             self._failed = describe_error(error)
@@ -195,6 +203,7 @@ class ServerActor:
         resources: For each role, the trainer first, what `ray.remote(...).options` is given.
         colocated: Whether the roles use one device.
         owner: Identity of the process that this one ends with.
+        factory: What builds a role, see `RoleActor`.
     """
 
     def __init__(
@@ -203,12 +212,15 @@ class ServerActor:
         resources: Sequence[Mapping[str, Any]],
         colocated: bool,
         owner: Mapping[str, Any],
+        factory: str = ROLE_FACTORY,
     ) -> None:
         from arctic_rl_c.local.server import EmbeddedServer
 
         # Its roles end by themselves: there is nothing to give back here.
         leave_with(owner, partial(os._exit, 1))
-        self._roles = [_start_role(options, resources, index) for index in range(len(resources))]
+        self._roles = [
+            _start_role(options, resources, index, factory) for index in range(len(resources))
+        ]
         self._turn = TrainingTurn()
         self._server = EmbeddedServer(
             self._roles[0],
@@ -269,7 +281,7 @@ async def _settled(reference: Any) -> None:
 
 
 def _start_role(
-    options: Mapping[str, Any], resources: Sequence[Mapping[str, Any]], index: int
+    options: Mapping[str, Any], resources: Sequence[Mapping[str, Any]], index: int, factory: str
 ) -> RayRole:
     """The trainer (index 0) or one of the samplers."""
     import ray
@@ -283,7 +295,7 @@ def _start_role(
     actor = (
         ray.remote(RoleActor)
         .options(**resources[index])
-        .remote(kind, {"model": options[f"{kind}_model"], "options": own}, identify())
+        .remote(kind, {"model": options[f"{kind}_model"], "options": own}, identify(), factory)
     )
     return RayRole(name, actor)
 
