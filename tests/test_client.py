@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import math
 import pickle
 import subprocess
 import sys
 import warnings
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -629,6 +631,56 @@ def test_a_budget_below_one_never_reaches_the_server(budget: int) -> None:
         client_of(ids_transport()).generate([5], {"max_tokens": budget})
 
 
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"n": 0}, r"\['n'\] is 0 \(a int\); a whole number from 1 on is needed"),
+        ({"n": 1.5}, r"\['n'\] is 1.5 "),
+        ({"n": -(10**400)}, r"\['n'\] is -1000"),
+        ({"temperature": math.nan}, r"\['temperature'\] is nan .* a number from 0 on"),
+        ({"temperature": np.float32("nan")}, r"\['temperature'\] is "),
+        ({"temperature": -0.1}, r"\['temperature'\] is -0.1 "),
+        ({"temperature": "1"}, r"\['temperature'\] is '1' \(a str\)"),
+        ({"temperature": [1]}, r"\['temperature'\] is \[1\] \(a list\)"),
+        ({"top_p": 0}, r"\['top_p'\] is 0 .* above 0 and at most 1"),
+        ({"top_p": 1.01}, r"\['top_p'\]"),
+        ({"top_k": -2}, r"\['top_k'\] is -2 .* -1 or 0 for none"),
+        ({"top_k": 2.5}, r"\['top_k'\]"),
+        ({"min_p": 2}, r"\['min_p'\]"),
+        ({"repetition_penalty": 0.0}, r"\['repetition_penalty'\] is 0.0 .* above 0"),
+        ({"presence_penalty": 3}, r"\['presence_penalty'\]"),
+        ({"max_tokens": "8"}, r"\['max_tokens'\] is '8'"),
+        ({"max_tokens": 0.5}, r"\['max_tokens'\] is 0.5"),
+        ({"min_tokens": -1}, r"\['min_tokens'\]"),
+        ({"logprobs": -2}, r"\['logprobs'\]"),
+        ({"seed": "x"}, r"\['seed'\] is 'x'"),
+        ({3: 1}, r"a key of sampling_params is 3 \(a int\); text is needed"),
+        ({None: 1}, r"a key of sampling_params is None"),
+    ],
+)
+def test_sampling_parameters_that_no_server_takes(params: Any, text: str) -> None:
+    client = client_of(ids_transport())
+    with pytest.raises(PayloadError, match=f"^generate: .*{text}") as caught:
+        client.generate([5], params)
+    assert caught.value.operation == "generate" and client.transport.calls == []
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0, "top_p": 1, "top_k": -1, "n": 1, "logprobs": 0},
+        {"temperature": math.inf, "top_p": 1e-3, "top_k": 0, "max_tokens": 4.0},
+        {"temperature": None, "max_tokens": None, "seed": None, "logprobs": None},
+        {"logprobs": True, "prompt_logprobs": -1, "seed": -1, "repetition_penalty": 2.5},
+        {"temperature": np.float32(0.5), "n": np.int64(2), "max_tokens": 10**30},
+        {"of_another_engine": object(), "stop": ["x"], "ignore_eos": True, "best_of": 0},
+    ],
+)
+def test_sampling_parameters_that_some_server_takes(params: dict[str, Any]) -> None:
+    client = client_of(ids_transport())
+    assert sent(client, client.generate([5], params))["sampling_params"] == DEFAULTS | params
+
+
 @BOTH
 @pytest.mark.parametrize("accepts", [False, True])
 def test_routing_keys(version: str, accepts: bool) -> None:
@@ -772,6 +824,29 @@ def test_checkpoints_pass_on_what_is_given() -> None:
             call("p", path="q")  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("name", ["save_checkpoint", "load_checkpoint"])
+def test_checkpoint_arguments_of_the_wrong_kind(name: str, tmp_path: Path) -> None:
+    client = client_of()
+    call = getattr(client, name)
+    assert sent(client, call(tmp_path)) == {"path": str(tmp_path)}
+    assert sent(client, call(step=np.int64(2), other=object()))["step"] == 2
+    for path in (3, b"here", ["here"]):
+        wanted = rf"^{name}\(\) argument 'path' must be text, a path object or None, not a"
+        with pytest.raises(TypeError, match=wanted):
+            call(path)
+        with pytest.raises(TypeError, match=wanted):
+            call(path=path)
+    for options, text in (
+        ({"step": -1}, "step is -1 "),
+        ({"step": "3"}, r"step is '3' \(a str\); a whole number from 0 on, or None is needed"),
+        ({"step": math.nan}, "step is nan"),
+        ({"save_total_limit": 1.5}, "save_total_limit is 1.5"),
+    ):
+        with pytest.raises(PayloadError, match=f"^{name}: {text}") as caught:
+            call("p", **options)
+        assert caught.value.operation == name
+
+
 def test_sleep_and_wake() -> None:
     client = client_of()
     assert sent(client, client.sleep_inference()) == {"level": 1}
@@ -783,8 +858,31 @@ def test_sleep_and_wake() -> None:
         with pytest.raises(TypeError):
             client.sleep_inference(bad)  # type: ignore[arg-type]
     for bad in ("weights", 7):
-        with pytest.raises(TypeError, match="'tags' must be a list of text or None"):
+        with pytest.raises(TypeError, match="'tags' must be a list of text or None, not a"):
             client.wake_up_inference(bad)  # type: ignore[arg-type]
+    assert sent(client, client.wake_up_inference(("kv_cache", "weights"))) == {
+        "tags": ("kv_cache", "weights")
+    }
+
+
+def test_levels_and_tags_that_there_are_not() -> None:
+    client = client_of()
+    for level in (0, 3, 7, -1, 10**30):
+        with pytest.raises(PayloadError, match=rf"^sleep_inference: level is {level} .* or 2"):
+            client.sleep_inference(level)
+    for kind in (True, 1.0, "1", None):
+        with pytest.raises(TypeError, match=r"'level' must be 1 or 2, not a"):
+            client.sleep_inference(kind)  # type: ignore[arg-type]
+    for tags, text in (
+        ([], r"tags is \[\] .* at least one of"),
+        (["weights", "kv-cache"], r"tags\[1\] is 'kv-cache' .* 'weights' or 'kv_cache'"),
+        ([None], r"tags\[0\] is None"),
+        ((1,), r"tags\[0\] is 1 \(a int\)"),
+    ):
+        with pytest.raises(PayloadError, match=f"^wake_up_inference: {text}") as caught:
+            client.wake_up_inference(tags)  # type: ignore[arg-type]
+        assert caught.value.operation == "wake_up_inference"
+    assert client.transport.calls == []
 
 
 @pytest.mark.parametrize("answer", [False, {"success": False}])

@@ -242,6 +242,14 @@ def choose(logits: torch.Tensor, uniforms: torch.Tensor, **params: Any) -> torch
     return chooser.choose(logits, uniforms)
 
 
+def test_none_is_as_if_nothing_was_given() -> None:
+    given = dict.fromkeys(SamplingParams.__dataclass_fields__)
+    assert SamplingParams.from_mapping(given) == SamplingParams(max_tokens=None)
+    assert SamplingParams.from_mapping({"stop": None}) == SamplingParams()
+    with pytest.raises(ValueError, match="'stop' is not known"):
+        SamplingParams.from_mapping({"stop": "x"})
+
+
 def test_draws_follow_the_distribution() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
     count = 4000

@@ -45,12 +45,16 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any] | None) -> SamplingParams:
-        """Check a client's `sampling_params`.
+        """Check a client's `sampling_params`. None is as if nothing was given.
 
         Raises:
             ValueError: An unknown name or a value out of range.
         """
-        given = dict(values or {})
+        given = {
+            name: value
+            for name, value in (values or {}).items()
+            if value is not None or name == "max_tokens"  # whose None means no limit
+        }
         unknown = sorted(set(given) - set(cls.__dataclass_fields__))
         if unknown:
             raise ValueError(
@@ -60,8 +64,6 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             if given.get(name) is not None:
                 given[name] = tuple(int(v) for v in given[name])
-        if given.get("stop_token_ids", ()) is None:
-            given["stop_token_ids"] = ()
         params = cls(**given)
         params._check()
         return params

@@ -4,6 +4,7 @@
 
 #include "python/args.h"
 #include "python/batch.h"
+#include "python/client_check.h"
 #include "python/errors.h"
 #include "python/operation.h"
 
@@ -135,6 +136,9 @@ checkpoint_call(arl_client_t *client, const char *name, PyObject *method, PyObje
             Py_CLEAR(keywords);
         }
     }
+    if (keywords != NULL && arl_client_check_checkpoint(client, name, keywords) < 0) {
+        Py_CLEAR(keywords);
+    }
     return call_new(client, &arl_operation_single, name, method, keywords);
 }
 
@@ -142,8 +146,9 @@ const char arl_client_save_checkpoint_doc[] =
     "save_checkpoint($self, path=None, **options)\n"
     "--\n\n"
     "Save the trainer's state on the server. What is given (path, step, checkpoint_id,\n"
-    "export_hf, save_total_limit, …) goes to the transport unchanged, and nothing else;\n"
-    "awaiting gives its dict.";
+    "export_hf, save_total_limit, …) goes to the transport unchanged, and nothing else,\n"
+    "a path object as text; awaiting gives its dict. Raises TypeError for a path of\n"
+    "another kind, PayloadError for a step or a limit that is no whole number from 0 on.";
 
 PyObject *
 arl_client_save_checkpoint(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
@@ -159,7 +164,8 @@ const char arl_client_load_checkpoint_doc[] =
     "load_checkpoint($self, path=None, **options)\n"
     "--\n\n"
     "Load the trainer's state on the server. What is given (path, step) goes to the\n"
-    "transport unchanged; awaiting gives its dict.";
+    "transport unchanged, a path object as text; awaiting gives its dict. Raises as\n"
+    "save_checkpoint does.";
 
 PyObject *
 arl_client_load_checkpoint(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
@@ -175,7 +181,8 @@ const char arl_client_wake_up_inference_doc[] =
     "wake_up_inference($self, tags=None)\n"
     "--\n\n"
     "Wake the sampler: all of it, or the parts named in `tags` (\"weights\",\n"
-    "\"kv_cache\"). Awaiting gives the transport's dict.";
+    "\"kv_cache\"). Awaiting gives the transport's dict. Raises PayloadError for other\n"
+    "names or none.";
 
 PyObject *
 arl_client_wake_up_inference(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
@@ -187,12 +194,9 @@ arl_client_wake_up_inference(PyObject *self, PyObject *const *args, Py_ssize_t n
     PyObject *tags, *keywords;
 
     if (arl_args_bind(&signature, args, nargs, kwnames, &tags) < 0 ||
-        arl_client_check_open(client, "wake_up_inference") < 0) {
+        arl_client_check_open(client, "wake_up_inference") < 0 ||
+        arl_client_check_tags(client, tags) < 0) {
         return NULL;
-    }
-    if (tags != NULL && tags != Py_None && !PyList_Check(tags) && !PyTuple_Check(tags)) {
-        return PyErr_Format(PyExc_TypeError, "wake_up_inference() argument 'tags' must be a list "
-                                             "of text or None");
     }
     keywords = PyDict_New();
     if (keywords != NULL &&
@@ -207,8 +211,8 @@ const char arl_client_sleep_inference_doc[] =
     "sleep_inference($self, level=1)\n"
     "--\n\n"
     "Put the sampler to sleep. Level 1 keeps its weights aside, level 2 drops them: a\n"
-    "weight sync must follow before it generates again. The level goes to the transport\n"
-    "unchanged; awaiting gives its dict.";
+    "weight sync must follow before it generates again. Awaiting gives the transport's\n"
+    "dict. Raises PayloadError for another level.";
 
 PyObject *
 arl_client_sleep_inference(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
@@ -223,7 +227,7 @@ arl_client_sleep_inference(PyObject *self, PyObject *const *args, Py_ssize_t nar
         arl_client_check_open(client, "sleep_inference") < 0) {
         return NULL;
     }
-    level = bound == NULL ? PyLong_FromLong(1) : PyNumber_Index(bound);
+    level = arl_client_check_level(client, bound);
     keywords = level == NULL ? NULL : PyDict_New();
     if (keywords != NULL && PyDict_SetItem(keywords, client->state->names.level, level) < 0) {
         Py_CLEAR(keywords);

@@ -3,6 +3,7 @@
 #include "python/client.h"
 
 #include "python/args.h"
+#include "python/client_check.h"
 #include "python/errors.h"
 #include "python/operation.h"
 #include "python/tensor.h"
@@ -237,11 +238,18 @@ sampling_merge(const arl_client_t *client, PyObject *given)
     }
     /* borrowed from merged */
     budget = PyDict_GetItemWithError(merged, client->state->names.max_tokens);
-    if (budget != NULL && PyLong_Check(budget) && PyLong_AsLongLong(budget) < 1) {
-        PyErr_Clear(); /* a number of too many digits is not below 1 */
-        (void)arl_raise_format(client->state, ARL_ERR_PAYLOAD, operation,
-                               "generate: max_tokens leaves no room for an answer, at least 1 is "
-                               "needed");
+    if (budget != NULL && PyLong_Check(budget)) {
+        int overflow; /* of a number of many digits: its sign */
+        const long long tokens = PyLong_AsLongLongAndOverflow(budget, &overflow);
+
+        if (overflow < 0 || (overflow == 0 && tokens < 1)) {
+            (void)arl_raise_format(client->state, ARL_ERR_PAYLOAD, operation,
+                                   "generate: max_tokens leaves no room for an answer, at least 1 "
+                                   "is needed");
+            goto release_merged;
+        }
+    }
+    if (arl_client_check_sampling(client, merged) < 0) {
         goto release_merged;
     }
     return merged;
@@ -360,15 +368,16 @@ const char arl_client_generate_doc[] =
     "    Token ids (a list, tuple, or 1-D array or tensor of int32 or int64) or text. Ids go to\n"
     "    the server untouched where it takes ids; see prompts_as of ArcticRLClient.\n"
     "sampling_params : mapping, optional\n"
-    "    Over the defaults temperature 0.0, top_p 1.0, top_k 0, max_tokens 1024.\n"
+    "    Over the defaults temperature 0.0, top_p 1.0, top_k 0, max_tokens 1024. Names that\n"
+    "    are not known here go on to the server.\n"
     "routing_key : str, or list of str or None, optional\n"
     "    Prompts of one key prefer one replica; a list has one entry a prompt. Passed on\n"
     "    unchanged where the server takes it, left out with a warning where not.\n"
     "strict : bool, optional\n"
     "    Wait for that replica rather than use another. Passed on likewise.\n\n"
     "Awaiting gives the transport's list, one dict a prompt. Raises PayloadError for what is no\n"
-    "prompt, an empty one, one that fills the sampler's context, max_tokens below 1, or an\n"
-    "answer that is not one dict for each prompt;\n"
+    "prompt, an empty one, one that fills the sampler's context, a sampling parameter that no\n"
+    "server takes (n=0, a NaN), or an answer that is not one dict for each prompt;\n"
     "ConfigError where the prompts cannot be brought to a form that the server takes.";
 
 PyObject *
