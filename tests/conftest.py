@@ -113,6 +113,16 @@ def pytest_terminal_summary(
     )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def contexts(request: pytest.FixtureRequest) -> None:
+    """Open each GPU before a test looks at what it leaves: a context holds descriptors for good."""
+    if any(item.get_closest_marker("gpu") for item in request.session.items):
+        import torch
+
+        for number in range(torch.cuda.device_count()):
+            torch.zeros(1, device=f"cuda:{number}")
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a descriptor, a child process or a shared memory file behind."""

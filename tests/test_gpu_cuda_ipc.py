@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -42,14 +41,18 @@ params = model(seed, device)
 """
 
 
+NO_COMPILER = {"CUDA_DISABLE_PTX_JIT": "1", "CUDA_CACHE_DISABLE": "1"}
+
+
 class Pair:
     def __init__(self, devices: tuple[str, str] = ("cuda", "cuda")) -> None:
         self.sender, self.receiver = Peer(), Peer()
         self.devices = devices
 
     def start(self, sender: dict[str, object] | None = None, **receiver: object) -> Pair:
-        self.sender.run(MODEL, seed=1, device=self.devices[0])
+        loading = self.sender.start(MODEL, seed=1, device=self.devices[0])
         self.receiver.run(MODEL, seed=2, device=self.devices[1])
+        loading.result()
         self.sender.run(
             "sender = arctic_rl_c.WeightSender(params, **options)",
             options={"cuda_ipc": True, **(sender or {})},
@@ -92,17 +95,14 @@ def test_weights_arrive(pair: Pair, keep: bool) -> None:
 
 
 def test_without_kernels(pair: Pair) -> None:
-    """The driver is told to compile nothing, so the graph of memcpy nodes does the work."""
-    os.environ["CUDA_DISABLE_PTX_JIT"] = "1"
-    try:
-        other = Pair()
-        other.start().sync()
-        other.assert_equal()
-        reason = other.receiver.run("result = stats.fallback_reason")
-        assert reason.endswith("a graph of memcpy nodes is used")
-        other.close()
-    finally:
-        del os.environ["CUDA_DISABLE_PTX_JIT"]
+    """The driver is told to compile nothing, and not to look for what it compiled before, so the
+    graph of memcpy nodes does the work."""
+    for peer in (pair.sender, pair.receiver):
+        peer.run("import os; os.environ |= options", options=NO_COMPILER)
+    pair.start().sync()
+    pair.assert_equal()
+    reason = pair.receiver.run("result = stats.fallback_reason")
+    assert reason is not None and reason.endswith("a graph of memcpy nodes is used")
 
 
 def test_fused_transposed_and_padded_destinations(pair: Pair) -> None:

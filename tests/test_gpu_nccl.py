@@ -74,8 +74,11 @@ class Pair:
         model: str = SMALL,
         ordinals: tuple[int, int] = (0, 1),
     ) -> Pair:
-        self.sender.run(model + SENDER, seed=1, ordinal=ordinals[0], options=sender or {})
+        loading = self.sender.start(
+            model + SENDER, seed=1, ordinal=ordinals[0], options=sender or {}
+        )
         self.receiver.run(model + RECEIVER, seed=2, ordinal=ordinals[1], options=receiver or {})
+        loading.result()
         return self
 
     def offer(self) -> bytes:

@@ -60,8 +60,12 @@ class Group:
         self.sender = Peer(env)
         self.receivers = [Peer() for _ in range(receivers)]
         self.receiver = self.receivers[0]
-        for seed, peer in enumerate((self.sender, *self.receivers)):
-            peer.run(MODEL, benchmarks=benchmarks, kind=kind, seed=seed)
+        loading = [
+            peer.start(MODEL, benchmarks=benchmarks, kind=kind, seed=seed)
+            for seed, peer in enumerate((self.sender, *self.receivers))
+        ]
+        for peer in loading:
+            peer.result()
 
     def start(self, receiver: str = "", **sender: object) -> Group:
         options = {"receivers": len(self.receivers), **sender}
@@ -213,7 +217,8 @@ def test_a_peer_killed_in_the_middle(benchmarks: str, victim: str) -> None:
 def test_a_peer_that_never_comes(group: Group) -> None:
     group.start(transport="ring")
     group.sender.run("sender.offer()")
-    with pytest.raises(PeerError, match=r"after 0\.3 s, chunk 0 of") as caught:
+    never = r"after 0\.3 s, 0 of 1 receivers have finished and 1 never called pull\(\)"
+    with pytest.raises(PeerError, match=never) as caught:
         group.sender.run("sender.serve(timeout=0.3)")
     assert caught.value.names[0] == "PeerTimeoutError"
     group.sync()

@@ -11,6 +11,9 @@
 static const uint64_t CONTROL_MAGIC = UINT64_C(0x4c52544e434c5241); /* "ARLCNTRL" */
 enum { CONTROL_FORMAT = 1 };
 
+/* The receivers' last chunks are being copied when a stream's sender begins to wait for them. */
+static const int64_t WAIT_SPIN_NS = 1000 * 1000;
+
 static const char SERVE[] = "serve";
 static const char PULL[] = "pull";
 static const char JOIN[] = "join";
@@ -249,7 +252,8 @@ wait_alive(void *context)
 arl_status_t
 arl_control_wait_receivers(arl_control_t *control, arl_deadline_t *deadline, arl_error_t *err)
 {
-    arl_status_t status = arl_deadline_wait(deadline, wait_ready, wait_alive, control);
+    arl_status_t status =
+        arl_deadline_wait_spinning(deadline, WAIT_SPIN_NS, wait_ready, wait_alive, control);
 
     if (status == ARL_ERR_TIMEOUT) {
         const uint32_t came =

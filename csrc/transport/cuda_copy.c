@@ -176,7 +176,9 @@ arl_cuda_plan_create(const arl_cuda_engine_t *engine, const arl_copy_t *copies, 
 static unsigned int
 grid_size(const arl_cuda_engine_t *engine, uint32_t work, unsigned int times)
 {
-    const unsigned int most = (unsigned int)engine->device.sm_count * engine->blocks_per_sm * times;
+    const unsigned int share = engine->share > 0 ? engine->share : 1;
+    const unsigned int all = (unsigned int)engine->device.sm_count * engine->blocks_per_sm * times;
+    const unsigned int most = all > share ? all / share : 1;
 
     return work < most ? work : most;
 }

@@ -259,6 +259,7 @@ arl_cuda_engine_release(arl_cuda_engine_t *engine)
     if (engine == NULL || arl_cuda_load(&api, NULL) != ARL_OK) {
         return; /* of a parent process: nothing of it may be touched here */
     }
+    engine->share = 1;
     entered = arl_cuda_device_enter(&engine->device);
     result = api->cuStreamQuery(engine->stream);
     arl_cuda_device_leave(&engine->device, entered);

@@ -22,6 +22,7 @@ typedef struct arl_cuda_engine {
     arl_cu_function_t checksum;
     unsigned int threads;         /* of a block */
     unsigned int blocks_per_sm;   /* most blocks of a launch, for each multiprocessor */
+    unsigned int share;           /* copies get one multiprocessor in so many; 0 is 1 */
     char fallback_reason[128];    /* why there are no kernels; empty when there are */
     struct arl_cuda_engine *next; /* in the pool */
 } arl_cuda_engine_t;

@@ -161,6 +161,8 @@ take_round(nccl_import_t *import, int64_t round, uint32_t senders, const arl_ncc
     ARL_CHECK_GOTO(status, arl_nccl_link_post(link, stream, round, watch, err), done);
     ARL_CHECK_GOTO(status, arl_cuda_queue_follow(&link->wired, round, link->engine->stream, err),
                    done);
+    /* After the last round the wire is idle. */
+    link->engine->share = first + senders < stream->chunk_count ? ARL_NCCL_SHARE : 1;
     for (int64_t k = first; k < first + senders && k < stream->chunk_count; k++) {
         ARL_CHECK_GOTO(status,
                        arl_chunk_unpacker_run(&import->unpacker, k, (uintptr_t)link->buckets, err),

@@ -316,7 +316,9 @@ send_all(nccl_server_t *server, arl_error_t *err)
     const arl_offer_t *offer = server->base.offer;
     arl_status_t status;
 
+    server->link->engine->share = 1; /* the wire is idle yet */
     ARL_CHECK_GOTO(status, pack_ahead(server, err), done);
+    server->link->engine->share = ARL_NCCL_SHARE;
     status = server->rank == 0
                  ? arl_nccl_meet_lead(server->link, stream, offer, &server->watch, err)
                  : arl_nccl_meet_follow(server->link, stream, offer, &server->watch, err);

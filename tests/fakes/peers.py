@@ -105,9 +105,9 @@ class Peer:
         """Run a statement to its end."""
         return self.start(code, **values).result()
 
-    def _read(self, size: int, until: float) -> bytes:
+    def _read(self, size: int, until: float) -> bytearray:
         assert self.process.stdout is not None
-        data = b""
+        data = bytearray()  # a pipe gives 64 KiB at a time
         while len(data) < size:
             left = until - time.monotonic()
             if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
