@@ -9,12 +9,37 @@ Run it with the interpreter of an environment that has verl's needs and this pac
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+#: What verl imports on this way, by the name that pip knows; its own list has more.
+NEEDS = {
+    "accelerate": "accelerate",
+    "arctic_rl_c": ".",
+    "cachetools": "cachetools",
+    "codetiming": "codetiming",
+    "datasets": "datasets",
+    "einops": "einops",
+    "fastapi": "fastapi",
+    "hydra": "hydra-core",
+    "pandas": "pandas",
+    "peft": "peft",
+    "pyarrow": "pyarrow",
+    "ray": "ray[default]",
+    "tensorboard": "tensorboard",
+    "tensordict": "tensordict==0.10.*",
+    "torch": "torch",
+    "torchdata": "torchdata",
+    "transformers": "transformers",
+    "uvicorn": "uvicorn",
+}
+NEEDS_OF_V1 = {"transfer_queue": "TransferQueue==0.1.11"}
 
 ROOT = Path(__file__).resolve().parent.parent
 REWARD = ROOT / "examples" / "verl_arithmetic.py"
@@ -43,6 +68,12 @@ def form_of(checkout: Path) -> str:
         return "v1"
     has_workers = "def register_worker" in (verl / "remote_backend" / "base.py").read_text()
     return "plugin" if has_workers else "seed"
+
+
+def missing(form: str) -> list[str]:
+    """What is to be installed before a run can start."""
+    needs = NEEDS | (NEEDS_OF_V1 if form == "v1" else {})
+    return [name for module, name in needs.items() if importlib.util.find_spec(module) is None]
 
 
 def overrides(form: str, folder: Path, steps: int) -> list[str]:
@@ -99,6 +130,9 @@ def overrides(form: str, folder: Path, steps: int) -> list[str]:
 def run(checkout: Path, folder: Path, steps: int, extra: list[str]) -> list[dict[str, float]]:
     """Run main_ppo; each step's metrics."""
     form = form_of(checkout)
+    if needs := missing(form):
+        command = shlex.join([sys.executable, "-m", "pip", "install", *needs])
+        sys.exit(f"{sys.executable} lacks {len(needs)} packages: {command}")
     subprocess.run([sys.executable, str(REWARD), str(folder)], check=True)
     environment = {
         **os.environ,
