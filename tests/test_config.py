@@ -835,6 +835,22 @@ HARMFUL: dict[str, Any] = {
     "sequence_parallel_size": 2, "optimizer": {"type": "Adam"}, "ppo_epochs": 2, "grad_clip": 0.5,
     "optim.clip_grad": 0.5, "optim.lr_scheduler_type": "cosine",
     "optim.lr_warmup_steps_ratio": 0.1, "enable_gradient_checkpointing": False,
+    "ppo_micro_batch_size": 4, "strategy": "megatron", "ulysses_sequence_parallel_size": 2,
+    "param_offload": True, "optimizer_offload": True, "fsdp_size": 4, "model_dtype": "bf16",
+    "dtype": "float16", "seed": 7, "full_determinism": True, "freeze_vision_tower": True,
+    "use_prefix_grouper": True, "calculate_sum_pi_squared": True,
+    "entropy_from_logits_with_chunking": True, "entropy_checkpointing": True,
+    "router_replay.mode": "R2", "async_save": True, "optim.warmup_style": "cosine",
+    "optim.optimizer": "Adam8bit", "optim.optimizer_impl": "bitsandbytes.optim",
+    "override_optimizer_config": {"amsgrad": True}, "num_cycles": 2.5,
+    "tensor_model_parallel_size": 4, "data_parallel_size": 2, "expert_parallel_size": 2,
+    "pipeline_model_parallel_size": 2, "ignore_eos": True, "enable_prefix_caching": False,
+    "scheduling_policy": "priority", "cudagraph_capture_sizes": [1, 2],
+    "quantization_config_file": "q.json", "over_sample_rate": 0.1, "multi_stage_wake_up": True,
+    "enable_rollout_routing_replay": True, "disaggregation.enabled": True, "lora_rank": 32,
+    "lora.rank": 32, "lora_adapter_path": "there", "lora.adapter_path": "there",
+    "hf_config_path": "there", "use_fused_kernels": True, "enable_activation_offload": True,
+    "tiled_mlp.enabled": True, "mtp.enable": True,
 }  # fmt: skip
 
 
@@ -862,6 +878,23 @@ def test_every_ignored_option_is_named_once(option: dict[str, Any], generation: 
     for word in option["harmless"].split():
         put(tree, option["path"], load_yaml(text=word))
         assert option["path"] not in warnings_of(tree), word
+
+
+def test_blocks_of_which_little_is_read_are_named_by_key() -> None:
+    tree = config(
+        actor_rollout_ref__rollout__engine_kwargs={"vllm": {"swap_space": 4}, "sglang": {}},
+        actor_rollout_ref__model__override_config={
+            "attn_implementation": "sdpa", "model_config": {}, "attention_dropout": 0.1, "x": None
+        },
+    )  # fmt: skip
+    assert warnings_of(tree) == {
+        "actor_rollout_ref.rollout.engine_kwargs.vllm": (
+            "a mapping of 1: no effect: not sent to the sampler"
+        ),
+        "actor_rollout_ref.model.override_config.attention_dropout": (
+            "0.1: no effect: of override_config only attn_implementation is read"
+        ),
+    }
 
 
 DISTORTED = {

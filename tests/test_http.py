@@ -121,6 +121,23 @@ def test_what_the_backend_says_of_itself() -> None:
         assert transport.generation == "final"
 
 
+def test_settings_that_the_server_was_not_told_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def use(transport: HttpTransport) -> None:
+        await transport.step()
+
+    with http_servers.serving() as server:
+        with_transport(server.url, use)
+        assert caplog.messages == []
+        with_transport(server.url, use, config=clients.config())
+        assert [text.partition("says of its ")[2].split()[0] for text in caplog.messages] == [
+            "sampling", "log_prob", "training"
+        ]  # fmt: skip
+        assert f"the server at {server.url} ignores" in caplog.messages[2]
+        assert "ds_config" in caplog.messages[2] and "told when" in caplog.messages[2]
+
+
 def test_torch_is_not_needed_to_send() -> None:
     backend = clients.Transport()
     payload = {"batch": {"input_ids": np.arange(6).reshape(2, 3)}, "meta": {}, "processing": {}}

@@ -125,6 +125,19 @@ def test_zorro_log_probs_are_response_aligned(model: Any) -> None:
         assert not out["logprobs"][i, :P].any() and not out["logprobs"][i, P + r :].any()
 
 
+def test_prompt_sharing_that_arrives_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = new_trainer()
+    trainer.forward(log_prob_payload())
+    assert caplog.messages == []
+    for _ in range(2):
+        trainer.forward(log_prob_payload(zorro_train_enable=True))
+    rows, prompts = len(PROMPTS), len({tuple(prompt) for prompt in PROMPTS})
+    assert caplog.messages == [
+        f"zorro_train_enable arrived: {rows} rows of {prompts} prompts, log-probs are "
+        "response-aligned; each row is computed by itself"
+    ]
+
+
 def test_temperature_applies_where_the_payload_says(model: Any) -> None:
     payload = log_prob_payload(temperature=0.5)
     trainer = new_trainer()

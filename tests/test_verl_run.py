@@ -386,6 +386,46 @@ def test_only_what_has_no_effect_is_warned_about(plugin: Plugin) -> None:
     assert any("clip_ratio" in text for text in public)
 
 
+def test_a_start_says_what_it_does_and_what_it_does_not(
+    plugin: Plugin,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, url: plugin.transport)
+    user = main_config(train={"zorro_train": {"enable": True}})
+    user["actor_rollout_ref"]["actor"].update(clip_ratio=0.3, shuffle=True)
+    user["actor_rollout_ref"]["model"]["lora_rank"] = 8
+    made = plugin.backend.ArcticBackend.from_config(user)
+    assert made.owner
+    assert capsys.readouterr().out.endswith("; transport local; ZoRRO on\n")
+    assert [text.partition("=")[0].rpartition(".")[2] for text in caplog.messages] == [
+        "shuffle",
+        "lora_rank",
+        "enable",
+    ]
+    assert "each row by itself" in caplog.messages[-1]
+    plugin.backend.ArcticBackend.from_config(main_config())
+    assert capsys.readouterr().out.endswith("; transport local\n")
+
+
+def test_the_pad_id_is_that_of_the_agent_loops(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def load(path: str, **_: Any) -> SimpleNamespace:
+        loaded.append(path)
+        return SimpleNamespace(pad_token_id=0, eos_token_id=2)
+
+    monkeypatch.setattr(plugin.worker, "hf_tokenizer", load)
+    config = main_config()
+    assert plugin.make_worker(config).pad_token_id == 0
+    config["of_worker"]["model"]["tokenizer_path"] = "beside"
+    plugin.make_worker(config)
+    assert loaded == ["random:micro", "beside"]
+
+
 def test_a_url_belongs_to_http(plugin: Plugin) -> None:
     config = main_config(comms={"protocol": "ray", "url": "http://x:1"})
     with pytest.raises(ConfigError, match="set it to http"):

@@ -94,6 +94,7 @@ class Trainer:
         self._optimizer = MasterAdamW(self._model, options)
         self._global_step = 0
         self._has_gradients = False
+        self._told_of_sharing = False
         self._source = WeightSource(self._model)
 
     # -- batches -----------------------------------------------------------------------------
@@ -127,6 +128,8 @@ class Trainer:
         post = _post(processing)
         rows = read_rows(batch, meta, model.config.vocab_size)
         aligned = bool(meta.get("zorro_train_enable", False))
+        if aligned:
+            self._tell_of_sharing(rows)
         entropy = "compute_entropy" in post or bool(meta.get("calculate_entropy", False))
         filler = 0.0 if aligned else float(meta.get("pad_token_id", 0))
         out = {"logprobs": torch.full(rows.ids.shape, filler, dtype=torch.float32)}
@@ -278,6 +281,19 @@ class Trainer:
                 else _head_values(*arguments)
             )
         return tuple(torch.cat(column) for column in zip(*pieces, strict=True))
+
+    def _tell_of_sharing(self, rows: Rows) -> None:
+        """Log, once, that a client shares prompts, and what that comes to here."""
+        if self._told_of_sharing:
+            return
+        self._told_of_sharing = True
+        prompts = torch.unique(rows.ids[:, : rows.prompt_width], dim=0).shape[0]
+        _log.warning(
+            "zorro_train_enable arrived: %d rows of %d prompts, log-probs are response-aligned; "
+            "each row is computed by itself",
+            rows.ids.shape[0],
+            prompts,
+        )
 
     def _token_limit(self, meta: Mapping[str, Any]) -> int:
         limit = meta.get("max_token_len_per_gpu")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,8 @@ from arctic_rl_c.transports.http_jobs import JOB_TYPES, initialize_payloads
 from arctic_rl_c.transports.results import with_token_ids
 
 __all__ = ["HttpTransport"]
+
+_log = logging.getLogger(__name__)
 
 _PROBE_DELAY = 0.1
 _READY_POLL, _READY_POLL_MAX = 0.05, 2.0
@@ -276,6 +279,14 @@ class HttpTransport:
             )
             self._jobs[job] = answer["job_id"]
             self._created.append(job)
+            if ignored := answer.get("ignored"):
+                _log.warning(
+                    "the server at %s ignores what this configuration says of its %s job (%s): "
+                    "it was told when it was started",
+                    self._connection.url,
+                    job,
+                    ", ".join(map(str, ignored)),
+                )
         deadline = time.monotonic() + self._ready_timeout
         for job in payloads:
             await self._wait_ready(job, deadline)

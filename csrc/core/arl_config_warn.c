@@ -11,6 +11,7 @@
 #define ACTOR "actor_rollout_ref.actor."
 #define REF "actor_rollout_ref.ref."
 #define ROLLOUT "actor_rollout_ref.rollout."
+#define MODEL "actor_rollout_ref.model."
 #define DEEPSPEED "remote_backend.train.deepspeed."
 
 enum { SEED = ARL_CONFIG_SEED, FINAL = ARL_CONFIG_FINAL, BOTH = SEED | FINAL };
@@ -26,19 +27,77 @@ const arl_config_ignored_t arl_config_ignored[] = {
     {ACTOR "data_loader_seed", BOTH, "null 42", "mini-batches are taken in order of arrival"},
     {ACTOR "use_dynamic_bsz", BOTH, "false null",
      "micro-batches follow ppo_micro_batch_size_per_gpu"},
+    {ACTOR "ppo_micro_batch_size", BOTH, "null", "only ppo_micro_batch_size_per_gpu is read"},
+    {ACTOR "strategy", BOTH, "'fsdp' 'fsdp2' null", "the trainer is the server's"},
+    {ACTOR "ulysses_sequence_parallel_size", BOTH, "1 null",
+     "only actor.fsdp_config.ulysses_sequence_parallel_size is read"},
+    {ACTOR "fsdp_config.param_offload", BOTH, "false null",
+     "that is remote_backend.train.deepspeed.zero_optimization.offload_param"},
+    {ACTOR "fsdp_config.optimizer_offload", BOTH, "false null",
+     "that is remote_backend.train.deepspeed.zero_optimization.offload_optimizer"},
+    {ACTOR "fsdp_config.fsdp_size", BOTH, "-1 null",
+     "ranks are remote_backend.training_gpus, sharding is train.deepspeed.zero_optimization"},
+    {ACTOR "fsdp_config.model_dtype", BOTH, "'fp32' 'float32' null", "the server's own is taken"},
+    {ACTOR "fsdp_config.dtype", BOTH, "'bfloat16' 'bf16' null", "the server's own is taken"},
+    {ACTOR "fsdp_config.seed", BOTH, "42 null", "only remote_backend.train.determinism is read"},
+    {ACTOR "fsdp_config.full_determinism", BOTH, "false null",
+     "only remote_backend.train.determinism is read"},
+    {ACTOR "freeze_vision_tower", BOTH, "false null", "not sent to the server"},
+    {ACTOR "use_prefix_grouper", BOTH, "false null",
+     "prompts are shared by remote_backend.train.zorro_train"},
+    {ACTOR "calculate_sum_pi_squared", BOTH, "false null", "the server does not compute it"},
+    {ACTOR "entropy_from_logits_with_chunking", BOTH, "false null",
+     "that is remote_backend.train.logits"},
+    {ACTOR "entropy_checkpointing", BOTH, "false null", "that is remote_backend.train.logits"},
+    {ACTOR "router_replay.mode", BOTH, "'disabled' null", "routes are not sent to the server"},
+    {ACTOR "checkpoint.async_save", BOTH, "false null", "the server decides how it writes"},
     {ACTOR "optim.lr_warmup_steps", BOTH, "-1 0 null", "only lr_warmup_steps_ratio is read"},
-    {REF "log_prob_micro_batch_size", BOTH, "null", "the reference engine has no micro-batches"},
-    {REF "log_prob_micro_batch_size_per_gpu", BOTH, "null",
-     "the reference engine has no micro-batches"},
-    {REF "log_prob_use_dynamic_bsz", BOTH, "false null",
-     "the reference engine has no micro-batches"},
+    {ACTOR "optim.warmup_style", BOTH, "null", "only lr_scheduler_type is read"},
+    {ACTOR "optim.optimizer", BOTH, "'AdamW' null", "the server's is AdamW"},
+    {ACTOR "optim.optimizer_impl", BOTH, "'torch.optim' null", "the server's is AdamW"},
+    {ACTOR "optim.override_optimizer_config", BOTH, "null", "the server's is AdamW"},
+    {ACTOR "optim.num_cycles", BOTH, "0.5 null", "the server's cosine has half a cycle"},
+    {REF "log_prob_micro_batch_size", BOTH, "null", "not sent to the server"},
+    {REF "log_prob_micro_batch_size_per_gpu", BOTH, "null", "not sent to the server"},
+    {REF "log_prob_use_dynamic_bsz", BOTH, "false null", "not sent to the server"},
+    {REF "fsdp_config.param_offload", BOTH, "false null",
+     "that is remote_backend.train.deepspeed.zero_optimization.offload_param"},
     {ROLLOUT "top_p", BOTH, "1.0 1 null",
      "no part of the sampler's set-up; it acts only where a generate call passes it on"},
     {ROLLOUT "top_k", BOTH, "-1 0 null",
      "no part of the sampler's set-up; it acts only where a generate call passes it on"},
     {ROLLOUT "max_num_batched_tokens", FINAL, "8192", "not sent to the sampler"},
-    {"actor_rollout_ref.model.trust_remote_code", BOTH, "false null",
-     "not sent to the server, and no tokenizer is loaded with it"},
+    {ROLLOUT "log_prob_micro_batch_size", BOTH, "null", "not sent to the server"},
+    {ROLLOUT "log_prob_micro_batch_size_per_gpu", BOTH, "null", "not sent to the server"},
+    {ROLLOUT "tensor_model_parallel_size", BOTH, "1 2 null",
+     "that is remote_backend.sampling_tp_size"},
+    {ROLLOUT "data_parallel_size", BOTH, "1 null", "that is remote_backend.sampling_gpus"},
+    {ROLLOUT "expert_parallel_size", BOTH, "1 null", "not sent to the sampler"},
+    {ROLLOUT "pipeline_model_parallel_size", BOTH, "1 null", "not sent to the sampler"},
+    {ROLLOUT "dtype", BOTH, "'bfloat16' 'auto' null", "the server's own is taken"},
+    {ROLLOUT "seed", BOTH, "0 42 null", "not sent to the sampler"},
+    {ROLLOUT "full_determinism", BOTH, "false null",
+     "only remote_backend.train.determinism is read"},
+    {ROLLOUT "ignore_eos", BOTH, "false null", "not sent to the sampler"},
+    {ROLLOUT "enable_prefix_caching", BOTH, "true null", "not sent to the sampler"},
+    {ROLLOUT "scheduling_policy", BOTH, "'fcfs' null", "not sent to the sampler"},
+    {ROLLOUT "cudagraph_capture_sizes", BOTH, "null", "not sent to the sampler"},
+    {ROLLOUT "quantization_config_file", BOTH, "null", "not sent to the sampler"},
+    {ROLLOUT "over_sample_rate", BOTH, "0 0.0 null", "not sent to the sampler"},
+    {ROLLOUT "multi_stage_wake_up", BOTH, "false null",
+     "a weight sync wakes the sampler in its own order"},
+    {ROLLOUT "enable_rollout_routing_replay", BOTH, "false null", "the sampler gives no routes"},
+    {ROLLOUT "disaggregation.enabled", BOTH, "false null", "not sent to the sampler"},
+    {MODEL "trust_remote_code", BOTH, "false null", "not sent to the server"},
+    {MODEL "lora_rank", BOTH, "0 null", "the server trains all weights"},
+    {MODEL "lora.rank", BOTH, "0 null", "the server trains all weights"},
+    {MODEL "lora_adapter_path", BOTH, "null", "the server starts from model.path alone"},
+    {MODEL "lora.adapter_path", BOTH, "null", "the server starts from model.path alone"},
+    {MODEL "hf_config_path", BOTH, "null", "the server reads model.path"},
+    {MODEL "use_fused_kernels", BOTH, "false null", "not sent to the server"},
+    {MODEL "enable_activation_offload", BOTH, "false null", "not sent to the server"},
+    {MODEL "tiled_mlp.enabled", BOTH, "false null", "not sent to the server"},
+    {MODEL "mtp.enable", BOTH, "false null", "not sent to the server"},
     {"algorithm.rollout_is", BOTH, "false null",
      "its weights travel beside the batch, and the server does not line them up with the tokens"},
     {"algorithm.rollout_correction.rollout_is", BOTH, "null",
@@ -57,8 +116,7 @@ const arl_config_ignored_t arl_config_ignored[] = {
      "the server of the flat form has no scheduler"},
     {ACTOR "optim.lr_warmup_steps_ratio", SEED, "0 0.0",
      "the server of the flat form has no scheduler"},
-    {"actor_rollout_ref.model.enable_gradient_checkpointing", SEED, "true",
-     "the flat form does not send it"},
+    {MODEL "enable_gradient_checkpointing", SEED, "true", "the flat form does not send it"},
 };
 const size_t arl_config_ignored_count = sizeof(arl_config_ignored) / sizeof(arl_config_ignored[0]);
 
@@ -166,6 +224,51 @@ warn_ignored(const warner_t *warn)
         }
     }
     return ARL_OK;
+}
+
+/* Containers without anything in them, and null. */
+static bool
+is_empty(const arl_node_t *node)
+{
+    return node->kind == ARL_NODE_NULL || (node->kind == ARL_NODE_MAP && node->as.map.count == 0) ||
+           (node->kind == ARL_NODE_LIST && node->as.list.count == 0);
+}
+
+/* Blocks of which one key, or none, is read. */
+static arl_status_t
+warn_blocks(const warner_t *warn)
+{
+    static const char *const engines[] = {ROLLOUT "engine_kwargs.vllm",
+                                          ROLLOUT "engine_kwargs.sglang",
+                                          ROLLOUT "engine_kwargs.trtllm"};
+    const arl_node_t *block = node_at(warn, MODEL "override_config");
+    arl_status_t status = ARL_OK;
+
+    for (size_t i = 0; i < sizeof(engines) / sizeof(engines[0]); i++) {
+        const arl_node_t *engine = node_at(warn, engines[i]);
+
+        if (engine != NULL && !is_empty(engine)) {
+            ARL_CHECK_GOTO(status, add(warn, engines[i], "no effect: not sent to the sampler"),
+                           out);
+        }
+    }
+    for (size_t i = 0; block != NULL && block->kind == ARL_NODE_MAP && i < block->as.map.count;
+         i++) {
+        const arl_pair_t *pair = &block->as.map.pairs[i];
+        char path[192];
+
+        if (pair->key->kind == ARL_NODE_TEXT && !is_empty(pair->value) &&
+            strcmp(pair->key->as.text.data, "attn_implementation") != 0) {
+            (void)snprintf(path, sizeof(path), MODEL "override_config.%.128s",
+                           pair->key->as.text.data);
+            ARL_CHECK_GOTO(
+                status,
+                add(warn, path, "no effect: of override_config only attn_implementation is read"),
+                out);
+        }
+    }
+out:
+    return status;
 }
 
 /* What acts, but not as its name says. */
@@ -316,6 +419,7 @@ arl_config_tree_warnings(arl_tree_t *tree, arl_node_t *list, arl_error_t *err)
     warn.seed = text_is(&warn, "remote_backend.generation", "seed");
     warn.zorro = is_true(&warn, "remote_backend.train.zorro_train.enable");
     ARL_CHECK_GOTO(status, warn_ignored(&warn), out);
+    ARL_CHECK_GOTO(status, warn_blocks(&warn), out);
     ARL_CHECK_GOTO(status, warn_distorted(&warn), out);
     if (warn.seed) {
         status = warn_seed(&warn);

@@ -12,18 +12,9 @@ from verl.remote_backend.base import RemoteBackend
 
 from arctic_rl_c import ArcticRLClient, ConfigError, config_warnings
 from arctic_rl_c.integrations.verl.compat import LoopThread, plain_config
+from arctic_rl_c.local.ignored import embedded_warnings
 
 _log = logging.getLogger("arctic_rl_c.integrations.verl")
-
-#: What `config_warnings` says of the published server and the embedded one does honour.
-_HONOURED = (
-    "actor_rollout_ref.actor.clip_ratio",
-    "actor_rollout_ref.actor.policy_loss",
-    "actor_rollout_ref.actor.loss_scale_factor",
-    "algorithm.rollout_is",
-    "algorithm.rollout_correction.rollout_is",
-    "remote_backend.rollout",
-)
 
 #: Where a server is looked for when `comms.protocol` is http and no URL is given.
 DEFAULT_URL = "http://localhost:7000"
@@ -86,6 +77,8 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
         way = transport.name
         if reach.transport is not None:
             way += f", {transport.description}"
+        if config["remote_backend"]["train"]["zorro_train"]["enable"]:
+            way += "; ZoRRO on"
         print(f"arctic_rl_c: {registration}; transport {way}", flush=True)
         return cls(config, transport, owner=True)
 
@@ -201,10 +194,9 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
 
 def effective_warnings(config: Mapping[str, Any], transport: Any) -> list[str]:
     """What of a configuration has no effect, once each, with the server at hand."""
-    texts = config_warnings(config)
     if getattr(transport, "server_limits", True):
-        return texts
-    return [text for text in texts if not text.startswith(_HONOURED)]
+        return config_warnings(config)
+    return embedded_warnings(config)
 
 
 def _rebuild(config: dict[str, Any], handle: Mapping[str, Any]) -> ArcticBackend:
@@ -271,4 +263,5 @@ def _start_http(config: dict[str, Any], url: str | None) -> Any:
 def _load_tokenizer(config: Mapping[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(config["actor_rollout_ref"]["model"]["path"])
+    model = config["actor_rollout_ref"]["model"]
+    return AutoTokenizer.from_pretrained(model.get("tokenizer_path") or model["path"])

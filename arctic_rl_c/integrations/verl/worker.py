@@ -71,8 +71,10 @@ class ArcticWorker(Worker, DistProfilerExtension):  # type: ignore[misc]  # verl
         DistProfilerExtension.__init__(
             self, DistProfiler(rank=self.rank, config=None, tool_config=None)
         )
+        # Of the agent loops too: what pads a batch here is what they padded it with.
         tokenizer = hf_tokenizer(
-            config.model.path, trust_remote_code=config.model.get("trust_remote_code", False)
+            config.model.get("tokenizer_path") or config.model.path,
+            trust_remote_code=config.model.get("trust_remote_code", False),
         )
         pad = tokenizer.pad_token_id
         self.pad_token_id = int(tokenizer.eos_token_id if pad is None else pad)
