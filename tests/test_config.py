@@ -850,7 +850,7 @@ HARMFUL: dict[str, Any] = {
     "enable_rollout_routing_replay": True, "disaggregation.enabled": True, "lora_rank": 32,
     "lora.rank": 32, "lora_adapter_path": "there", "lora.adapter_path": "there",
     "hf_config_path": "there", "use_fused_kernels": True, "enable_activation_offload": True,
-    "tiled_mlp.enabled": True, "mtp.enable": True,
+    "tiled_mlp.enabled": True, "mtp.enable": True, "checkpoint_engine.backend": "nccl",
 }  # fmt: skip
 
 

@@ -426,6 +426,20 @@ def test_the_pad_id_is_that_of_the_agent_loops(
     assert loaded == ["random:micro", "beside"]
 
 
+def test_another_checkpoint_engine_is_refused_where_verl_would_use_it(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, url: plugin.transport)
+    user = main_config()
+    user["actor_rollout_ref"]["rollout"]["checkpoint_engine"] = {"backend": "nccl"}
+    if plugin.package.registration.form == "v1":
+        plugin.backend.ArcticBackend.from_config(user)
+        assert "checkpoint_engine.backend='nccl': no effect" in caplog.text
+    else:
+        with pytest.raises(ConfigError, match=r"checkpoint_engine.backend is 'nccl': .* naive"):
+            plugin.backend.ArcticBackend.from_config(user)
+
+
 def test_a_url_belongs_to_http(plugin: Plugin) -> None:
     config = main_config(comms={"protocol": "ray", "url": "http://x:1"})
     with pytest.raises(ConfigError, match="set it to http"):

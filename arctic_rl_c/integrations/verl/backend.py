@@ -62,6 +62,9 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
         config, reach = plain_config(main_config)
         if handle is not None:
             return cls(config, attach(handle), owner=False)
+        from arctic_rl_c.integrations.verl import registration
+
+        _check_checkpoint_engine(config, registration.form)
         protocol = config["remote_backend"]["comms"]["protocol"]
         if reach.transport == "arctic":
             transport = _start_arctic(config, reach.url)
@@ -71,8 +74,6 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
             transport = _start_ray(config, reach.url)
         for text in effective_warnings(config, transport):
             _log.warning("%s", text)
-        from arctic_rl_c.integrations.verl import registration
-
         # The one line that tells a user that his run goes through this library, and how.
         way = transport.name
         if reach.transport is not None:
@@ -197,6 +198,17 @@ def effective_warnings(config: Mapping[str, Any], transport: Any) -> list[str]:
     if getattr(transport, "server_limits", True):
         return config_warnings(config)
     return embedded_warnings(config)
+
+
+def _check_checkpoint_engine(config: Mapping[str, Any], form: str) -> None:
+    """Refuse what would fail in the first weight sync; the V1 trainer sets its own."""
+    engine = config["actor_rollout_ref"]["rollout"].get("checkpoint_engine") or {}
+    name = engine.get("backend")
+    if form != "v1" and name not in (None, "naive"):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend is {name!r}: the Arctic server "
+            "moves the weights itself, which verl asks for with naive alone; leave it away"
+        )
 
 
 def _rebuild(config: dict[str, Any], handle: Mapping[str, Any]) -> ArcticBackend:
