@@ -15,6 +15,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
+import clients
 from arctic_rl_c import ConfigError, PeerLostError
 from arctic_rl_c.local.options import LocalOptions
 from arctic_rl_c.transports.local import LocalTransport
@@ -438,6 +439,33 @@ def test_another_checkpoint_engine_is_refused_where_verl_would_use_it(
     else:
         with pytest.raises(ConfigError, match=r"checkpoint_engine.backend is 'nccl': .* naive"):
             plugin.backend.ArcticBackend.from_config(user)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_log_probs_at_the_temperature_of_the_update(
+    plugin: Plugin,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    warm: bool,
+) -> None:
+    recorder = clients.Transport()
+    recorder.accepts_token_ids, recorder.server_limits = True, False  # type: ignore[attr-defined]
+    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, url: recorder)
+    monkeypatch.setattr(plugin.backend, "attach", lambda handle: recorder)
+    user = main_config(**({"temperature_in_log_prob": True} if warm else {}))
+    user["actor_rollout_ref"]["rollout"]["temperature"] = 0.5
+    made = plugin.backend.ArcticBackend.from_config(user)
+    assert ("rollout.temperature=0.5" in caplog.text) is not warm
+    attached = plugin.backend.ArcticBackend.from_config(user, handle=plugin.handle)
+    data = batch([[5, 6], [7], [8], [9, 10]], "plugin")
+    data["temperature"] = NonTensorData(0.5, batch_size=[4])
+    for one in (made, attached, pickle.loads(pickle.dumps(made))):
+        asyncio.run(one.compute_log_prob(data, ref=False, calculate_entropy=False, pad_token_id=0))
+    posts = [call[1]["processing"]["post"] for call in recorder.calls]
+    assert [("apply_temperature" in post) for post in posts] == [warm] * 3
+    user["remote_backend"]["temperature_in_log_prob"] = "yes"
+    with pytest.raises(ConfigError, match="temperature_in_log_prob is 'yes': it is true"):
+        plugin.backend.ArcticBackend.from_config(user)
 
 
 def test_a_url_belongs_to_http(plugin: Plugin) -> None:

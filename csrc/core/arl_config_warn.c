@@ -287,8 +287,8 @@ warn_distorted(const warner_t *warn)
         ARL_CHECK_GOTO(status,
                        add(warn, ROLLOUT "temperature",
                            "log-probs are computed without it and the update with it, so the "
-                           "first ratio is not 1 (temperature_in_log_prob=True on the client "
-                           "mends that)"),
+                           "first ratio is not 1 (temperature_in_log_prob=True on the client, "
+                           "with verl remote_backend.temperature_in_log_prob, mends that)"),
                        out);
     }
     if (number_at(warn, ACTOR "entropy_coeff", 0) != 0.0 && !warn->zorro) {

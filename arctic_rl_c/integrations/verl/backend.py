@@ -30,17 +30,32 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
         config: The main config in normalised form.
         transport: What the client talks through.
         owner: Whether `destroy` ends the server.
+        temperature_in_log_prob: Log-probs at the rollout's temperature, as the update's are.
     """
 
-    def __init__(self, config: dict[str, Any], transport: Any, *, owner: bool) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        transport: Any,
+        *,
+        owner: bool,
+        temperature_in_log_prob: bool = False,
+    ) -> None:
         self.config = config
         self.transport = transport
+        self._warm = temperature_in_log_prob
         self._owner = owner
         self._destroyed = False
         tokenizer = None
         if not transport.accepts_token_ids:
             tokenizer = _load_tokenizer(config)
-        self._client = ArcticRLClient(transport, config, owner=owner, tokenizer=tokenizer)
+        self._client = ArcticRLClient(
+            transport,
+            config,
+            owner=owner,
+            tokenizer=tokenizer,
+            temperature_in_log_prob=temperature_in_log_prob,
+        )
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -60,8 +75,9 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
             TransportUnavailableError: A package that the transport needs is missing.
         """
         config, reach = plain_config(main_config)
+        warm = reach.temperature_in_log_prob
         if handle is not None:
-            return cls(config, attach(handle), owner=False)
+            return cls(config, attach(handle), owner=False, temperature_in_log_prob=warm)
         from arctic_rl_c.integrations.verl import registration
 
         _check_checkpoint_engine(config, registration.form)
@@ -73,7 +89,8 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
         else:
             transport = _start_ray(config, reach.url)
         for text in effective_warnings(config, transport):
-            _log.warning("%s", text)
+            if not (warm and text.startswith("actor_rollout_ref.rollout.temperature=")):
+                _log.warning("%s", text)
         # The one line that tells a user that his run goes through this library, and how.
         way = transport.name
         if reach.transport is not None:
@@ -81,7 +98,7 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
         if config["remote_backend"]["train"]["zorro_train"]["enable"]:
             way += "; ZoRRO on"
         print(f"arctic_rl_c: {registration}; transport {way}", flush=True)
-        return cls(config, transport, owner=True)
+        return cls(config, transport, owner=True, temperature_in_log_prob=warm)
 
     def reconnect_handle(self) -> dict[str, Any]:
         """What `from_config(handle=...)` takes. Ray pickles it."""
@@ -111,7 +128,7 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
             _log.exception("ending the Arctic server failed; it may still be running")
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self.config, self.reconnect_handle())
+        return _rebuild, (self.config, self.reconnect_handle(), self._warm)
 
     # -- training ------------------------------------------------------------------------------
 
@@ -211,8 +228,8 @@ def _check_checkpoint_engine(config: Mapping[str, Any], form: str) -> None:
         )
 
 
-def _rebuild(config: dict[str, Any], handle: Mapping[str, Any]) -> ArcticBackend:
-    return ArcticBackend(config, attach(handle), owner=False)
+def _rebuild(config: dict[str, Any], handle: Mapping[str, Any], warm: bool) -> ArcticBackend:
+    return ArcticBackend(config, attach(handle), owner=False, temperature_in_log_prob=warm)
 
 
 def attach(handle: Mapping[str, Any]) -> Any:

@@ -17,8 +17,8 @@ _T = TypeVar("_T")
 #: Keys that newer verls read in the block themselves; they are not the server's.
 _VERL_KEYS = ("name", "custom_backend_module")
 
-#: Keys of `comms` that are the plug-in's own.
-_OWN_KEYS = ("url", "transport")
+#: Keys of `comms`, or beside it, that are the plug-in's own.
+_OWN_KEYS = ("url", "transport", "temperature_in_log_prob")
 
 #: Batch entries that belong to responses, and are padded as they are.
 _OF_RESPONSES = (
@@ -69,10 +69,12 @@ class Reach:
     Attributes:
         url: A server that runs already, with `comms.protocol=http`.
         transport: `arctic` for an installed Arctic client; None for what `comms.protocol` says.
+        temperature_in_log_prob: As of `ArcticRLClient`.
     """
 
     url: str | None = None
     transport: str | None = None
+    temperature_in_log_prob: bool = False
 
 
 def plain_config(main_config: Any) -> tuple[dict[str, Any], Reach]:
@@ -109,7 +111,13 @@ def plain_config(main_config: Any) -> tuple[dict[str, Any], Reach]:
             f"remote_backend.comms.transport is {transport!r}: it is arctic, for an installed "
             "Arctic client, or null, for what comms.protocol says"
         )
-    return normalize_config(config), Reach(own.get("url"), transport)
+    warm = own.get("temperature_in_log_prob", False)
+    if not isinstance(warm, bool):
+        raise ConfigError(
+            f"remote_backend.temperature_in_log_prob is {warm!r}: it is true, for log-probs that "
+            "are divided by rollout.temperature as the update's are, or false"
+        )
+    return normalize_config(config), Reach(own.get("url"), transport, warm)
 
 
 def as_padded(data: Any, *, prompt_width: int, response_width: int, pad_token_id: int) -> Any:
