@@ -295,6 +295,53 @@ def test_the_rollout_server(plugin: Plugin) -> None:
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_sleep_tells_of_requests_that_left_nothing(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch, free: bool
+) -> None:
+    """verl's V1 trainer logs what a request raises, and would train on no responses."""
+    recorder = clients.Transport()
+    recorder.accepts_token_ids, recorder.server_limits = True, False  # type: ignore[attr-defined]
+    monkeypatch.setattr(plugin.backend, "attach", lambda handle: recorder)
+    raised: list[Exception] = []
+
+    async def before(method: str, count: int) -> None:
+        if method == "generate" and raised:
+            raise raised[0]
+
+    recorder.before = before
+
+    async def work() -> None:
+        server = plugin.make_server(free_cache_engine=free)
+
+        async def serve(*prompts: int) -> None:
+            for prompt in prompts:
+                await server.generate([prompt], {}, f"r{prompt}")
+
+        await serve(5, 6)
+        raised.append(ValueError("odd"))
+        with pytest.raises(ValueError, match="odd"):
+            await serve(7)
+        await server.sleep()  # there is something to train on
+        with pytest.raises(ValueError, match="odd"):
+            await serve(7)
+        with pytest.raises(ValueError, match="odd"):
+            await server.sleep()
+        await server.sleep()
+        raised.clear()
+        await serve(5)
+        raised.append(PeerLostError("the sampler died"))
+        with pytest.raises(PeerLostError, match="the sampler died"):
+            await serve(6)
+        with pytest.raises(PeerLostError, match="the sampler died"):
+            await server.sleep()
+        await server.abort_request("r", reset_prefix_cache=True)
+
+    asyncio.run(work())
+    slept = [call for call in recorder.calls if call[0] == "sleep_inference"]
+    assert len(slept) == (2 if free else 0)
+
+
 def test_requests_that_wait_become_one_group(plugin: Plugin) -> None:
     batching = importlib.import_module(f"{PLUGIN}.batching")
     calls: list[list[Any]] = []

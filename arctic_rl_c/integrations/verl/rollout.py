@@ -11,6 +11,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutpu
 
 # Registers in this process, which may not have inherited the variable that tells verl to.
 import arctic_rl_c.integrations.verl  # noqa: F401
+from arctic_rl_c import PeerLostError
 from arctic_rl_c.integrations.verl.backend import ArcticBackend
 from arctic_rl_c.integrations.verl.batching import Batcher
 
@@ -58,6 +59,9 @@ class ArcticServer:
         own_scheduler = getattr(self._backend.transport, "server_limits", True)
         self._batcher = Batcher(self._backend.generate, together=not own_scheduler)
         self._paused = False
+        # Since the last sleep.
+        self._served = 0
+        self._failure: Exception | None = None
 
     async def generate(
         self,
@@ -96,7 +100,12 @@ class ArcticServer:
             return self._output([], [] if want else None, "aborted", {})
         if budget == 0:
             return self._output([], [] if want else None, "completed", {})
-        item = await self._batcher.submit(request_id, prompt, params)
+        try:
+            item = await self._batcher.submit(request_id, prompt, params)
+        except Exception as error:
+            self._failure = error
+            raise
+        self._served += 1
         if item is None:
             return self._output([], [] if want else None, "aborted", {})
         tokens = [int(token) for token in item["token_ids"]]
@@ -123,7 +132,18 @@ class ArcticServer:
     # -- sleep and wake ------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """Give the sampler's memory back, before the trainer needs it."""
+        """Give the sampler's memory back, before the trainer needs it.
+
+        verl's V1 trainer logs errors of single requests and goes on with what it got. Here, once
+        all are done, it hears of those that leave it nothing to go on with.
+
+        Raises:
+            Exception: Of the requests since the last call all failed, or the server was lost.
+        """
+        failure, served = self._failure, self._served
+        self._failure, self._served = None, 0
+        if failure is not None and (served == 0 or isinstance(failure, PeerLostError)):
+            raise failure
         if self._acts() and self.rollout_mode != RolloutMode.STANDALONE:
             await self._backend.sleep_inference(1)
 
@@ -151,11 +171,11 @@ class ArcticServer:
 
     # -- requests ------------------------------------------------------------------------------
 
-    async def abort_request(self, request_id: str) -> dict[str, Any]:
+    async def abort_request(self, request_id: str, **_: Any) -> dict[str, Any]:
         """End one request; it gives what an aborted request gives."""
         return {"aborted": self._batcher.abort(request_id), "request_id": request_id}
 
-    async def abort_all_requests(self) -> dict[str, Any]:
+    async def abort_all_requests(self, **_: Any) -> dict[str, Any]:
         """End all requests, and those that come, until `resume_generation`."""
         self._paused = True
         names = self._batcher.abort_all()
