@@ -488,6 +488,38 @@ def test_another_checkpoint_engine_is_refused_where_verl_would_use_it(
             plugin.backend.ArcticBackend.from_config(user)
 
 
+def test_workers_that_verl_would_take_in_place_of_these_are_refused(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, url: plugin.transport)
+    start = plugin.backend.ArcticBackend.from_config
+    for value in ("auto", "enable"):
+        user = main_config()
+        user["trainer"]["use_legacy_worker_impl"] = value
+        if plugin.package.registration.form == "v1":
+            start(user)
+        else:
+            with pytest.raises(ConfigError, match=f"use_legacy_worker_impl is '{value}': .*disab"):
+                start(user)
+    user["trainer"]["use_legacy_worker_impl"] = "disable"
+    start(user)
+
+
+@pytest.mark.parametrize(
+    "lora", [{"lora_rank": 8}, {"lora": {"rank": 8}}, {"lora_adapter_path": "there"}]
+)
+def test_lora_with_a_reference_is_refused(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, url: plugin.transport)
+    user = main_config()
+    user["actor_rollout_ref"]["model"].update(lora)
+    plugin.backend.ArcticBackend.from_config(user)  # a warning: all weights are trained
+    user["actor_rollout_ref"]["actor"]["use_kl_loss"] = True
+    with pytest.raises(ConfigError, match=r"asks for LoRA, .*compare the actor with itself"):
+        plugin.backend.ArcticBackend.from_config(user)
+
+
 @pytest.mark.parametrize("warm", [False, True])
 def test_log_probs_at_the_temperature_of_the_update(
     plugin: Plugin,

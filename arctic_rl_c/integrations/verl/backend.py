@@ -80,7 +80,7 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
             return cls(config, attach(handle), owner=False, temperature_in_log_prob=warm)
         from arctic_rl_c.integrations.verl import registration
 
-        _check_checkpoint_engine(config, registration.form)
+        _check_trainer(config, registration.form)
         protocol = config["remote_backend"]["comms"]["protocol"]
         if reach.transport == "arctic":
             transport = _start_arctic(config, reach.url)
@@ -217,14 +217,31 @@ def effective_warnings(config: Mapping[str, Any], transport: Any) -> list[str]:
     return embedded_warnings(config)
 
 
-def _check_checkpoint_engine(config: Mapping[str, Any], form: str) -> None:
-    """Refuse what would fail in the first weight sync; the V1 trainer sets its own."""
-    engine = config["actor_rollout_ref"]["rollout"].get("checkpoint_engine") or {}
-    name = engine.get("backend")
-    if form != "v1" and name not in (None, "naive"):
+def _check_trainer(config: Mapping[str, Any], form: str) -> None:
+    """Refuse what verl's own trainer would take another way than through this backend."""
+    role, trainer = config["actor_rollout_ref"], config["trainer"]
+    actor, model, rollout = role["actor"], role["model"], role["rollout"]
+    implementation = trainer.get("use_legacy_worker_impl", "disable")
+    if form != "v1" and implementation != "disable":
         raise ConfigError(
-            f"actor_rollout_ref.rollout.checkpoint_engine.backend is {name!r}: the Arctic server "
+            f"trainer.use_legacy_worker_impl is {implementation!r}: verl takes the workers of a "
+            "remote backend with disable alone, and its own otherwise"
+        )
+    # The V1 trainer sets its own engine.
+    engine = (rollout.get("checkpoint_engine") or {}).get("backend")
+    if form != "v1" and engine not in (None, "naive"):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend is {engine!r}: the Arctic server "
             "moves the weights itself, which verl asks for with naive alone; leave it away"
+        )
+    lora = model.get("lora_rank") or (model.get("lora") or {}).get("rank")
+    if (lora or model.get("lora_adapter_path")) and (
+        actor.get("use_kl_loss") or config["algorithm"].get("use_kl_in_reward")
+    ):
+        raise ConfigError(
+            "actor_rollout_ref.model asks for LoRA, whose reference verl takes from the actor "
+            "without its adapter; the Arctic server has no adapters, so that the KL terms would "
+            "compare the actor with itself: leave lora_rank and lora_adapter_path away"
         )
 
 
