@@ -175,7 +175,12 @@ def test_a_numpy_array_that_is_reshaped_in_place_is_followed() -> None:
             warnings.simplefilter("ignore", DeprecationWarning)  # of NumPy 2.5, for this very act
             weight.shape = (3, 2)
         receiver.pull(sender.offer())
-    assert target.tolist() == [[0, 1], [2, 3], [4, 5]]
+        assert target.tolist() == [[0, 1], [2, 3], [4, 5]]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            weight.dtype = np.int64
+        with pytest.raises(WeightSyncError, match=r"int64\[3, 2\].*float64\[3, 2\]"):
+            receiver.pull(sender.offer())
 
 
 def test_a_plan_is_used_again(caplog: pytest.LogCaptureFixture) -> None:

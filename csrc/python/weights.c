@@ -289,19 +289,6 @@ arl_params_read(arl_state_t *state, PyObject *object, arl_role_t role, arl_param
 }
 
 static bool
-numpy_unchanged(PyArrayObject *array, const arl_view_t *view)
-{
-    bool same = PyArray_DATA(array) == view->data && PyArray_NDIM(array) == view->ndim &&
-                (size_t)PyArray_ITEMSIZE(array) == view->itemsize;
-
-    for (int i = 0; i < view->ndim && same; i++) {
-        same =
-            PyArray_DIM(array, i) == view->shape[i] && PyArray_STRIDE(array, i) == view->strides[i];
-    }
-    return same;
-}
-
-static bool
 views_equal(const arl_view_t *a, const arl_view_t *b)
 {
     const size_t size = (size_t)a->ndim * sizeof(a->shape[0]);
@@ -326,9 +313,8 @@ arl_params_refresh(arl_state_t *state, arl_params_t *params, arl_role_t role, bo
             param->tensor.kind == ARL_TENSOR_DLPACK) {
             continue;
         }
-        if (param->tensor.kind == ARL_TENSOR_NUMPY
-                ? numpy_unchanged((PyArrayObject *)param->object, &before)
-                : arl_torch_unchanged(state, exchange, param->object, &before)) {
+        if (param->tensor.kind == ARL_TENSOR_TORCH &&
+            arl_torch_unchanged(state, exchange, param->object, &before)) {
             continue;
         }
         if (param_import(state, param, role) < 0) {
