@@ -13,12 +13,15 @@ import pytest
 from fakes.peers import Peer, PeerDied, PeerError, Pending
 from peers import Control, until
 
+#: Asks no driver: the peers are to have the devices for themselves.
+GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    # Asks no driver: the peers are to have the devices for themselves.
-    pytest.mark.skipif(len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(GPUS < 2, reason="waived: needs two GPUs"),
 ]
+needs_three = pytest.mark.skipif(GPUS < 3, reason="waived: needs three GPUs")
 
 #: Small tensors and one of several buckets; dtypes, strides, one empty and one tied.
 MODEL = """
@@ -251,3 +254,60 @@ def test_a_side_that_stops_or_dies_in_the_transfer(
     pair.sync()
     equal = "result = bool((params['w'] == value).all())"
     assert pair.receiver.run(equal, value=3 if victim == "sender" else 1)
+
+
+@needs_three
+def test_one_broadcast_serves_two(pair: Pair) -> None:
+    pair.start({"receivers": 2, "verify": "all"})
+    with Peer() as other:
+        other.run(SMALL + RECEIVER, seed=3, ordinal=2, options={})
+        for number in range(2):
+            pair.sender.run("params['norm'].fill_(number)", number=number)
+            offer = pair.offer()
+            pulling = pair.pull(offer, verify="all")
+            also = other.start("receiver.pull(offer, verify='all')", offer=offer)
+            pair.sender.run("sender.serve()")
+            pulling.result()
+            also.result()
+            pair.assert_equal()
+            sent = pair.sender.run("result = contents(params)")
+            assert other.run("result = contents(params)") == sent
+
+
+@needs_three
+def test_two_senders_share_a_sync(pair: Pair) -> None:
+    pair.start({"senders": 2, "ring_bytes": 4 << 20, "verify": "all"})
+    with Peer() as other:
+        other.run(SMALL + SENDER, seed=1, ordinal=2, options={})
+        for _ in range(2):
+            offer = pair.offer()
+            pulling = pair.pull(offer, verify="all")
+            joining = other.start("result = sender.join(offer, 1).bytes", offer=offer)
+            pair.sender.run("sender.serve()")
+            pulling.result()
+            assert joining.result() > 0
+            pair.assert_equal()
+
+
+@needs_three
+def test_one_of_two_receivers_dies_in_the_transfer(pair: Pair) -> None:
+    """The sender names it; the other receiver is told, and both go on without it."""
+    pair.start(
+        {"receivers": 2, "ring_bytes": 1 << 19, "timeout": 10.0}, {"timeout": 10.0}, model=LARGE
+    )
+    with Peer() as other:
+        other.run(LARGE + RECEIVER, seed=3, ordinal=2, options={"timeout": 10.0})
+        offer = pair.offer()
+        with Control(offer) as control:
+            pulling = pair.pull(offer)
+            other.start("receiver.pull(offer)", offer=offer)
+            serving = pair.sender.start("sender.serve()")
+            until(lambda: control.receiver(0) == control.receiver(1) == Control.WRITING)
+        other.kill()
+        for waiting in (serving, pulling):
+            with pytest.raises(PeerError) as caught:
+                waiting.result()
+            assert caught.value.names[0] in ("PeerLostError", "WeightSyncError"), caught.value
+    pair.sender.run("sender.close()\n" + SENDER, options={"ring_bytes": 8 << 20})
+    pair.sync()
+    assert pair.receiver.run("result = bool((params['w'] == 1).all())")
