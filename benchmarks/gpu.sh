@@ -56,8 +56,8 @@ fi
 if wanted sanitize; then
     if command -v compute-sanitizer >/dev/null; then
         for tool in memcheck racecheck; do
-            run "$tool" 200 compute-sanitizer --tool "$tool" --error-exitcode 9 \
-                "$python" ../benchmarks/gpu_copy_probe.py --quick --no-timing
+            run "$tool" 240 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+                "$python" ../benchmarks/gpu_copy_probe.py --quick --no-facts --no-timing
         done
     else
         echo "sanitize: compute-sanitizer is absent, not done"

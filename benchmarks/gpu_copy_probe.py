@@ -423,10 +423,14 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(shapes.MODELS))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--no-timing", action="store_true", help="correctness alone")
+    parser.add_argument("--no-facts", action="store_true", help="nothing about the driver")
+    parser.add_argument("--no-timing", action="store_true", help="no speed")
     options = parser.parse_args()
     torch.manual_seed(0)
-    facts()
+    if options.no_facts:
+        native.load_cuda()
+    else:
+        facts()
     correctness(options.quick)
     if options.no_timing:
         return
