@@ -34,9 +34,11 @@ else
   export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$DATA_DIR/stand_in
   model=$DATA_DIR/model
   batch=32 samples=8 prompt=8 response=4 lr=4e-3
-  # Many small processes on few cores: num_cpus are slots for Ray, not cores.
+  # A Ray cluster of its own, also where another one runs on this machine. Many small processes on
+  # few cores: num_cpus are slots, not cores.
   task=(reward.custom_reward_function.path="$here/verl_arithmetic.py"
     reward.custom_reward_function.name=compute_score
+    +ray_kwargs.ray_init.address=local
     ray_kwargs.ray_init.num_cpus=16
     data.dataloader_num_workers=0)
 fi

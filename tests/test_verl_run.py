@@ -154,6 +154,30 @@ def response_values(nested: torch.Tensor, responses: list[list[int]], form: str)
     return torch.tensor([row + [0.0] * (R - len(row)) for row in rows])
 
 
+def test_how_verl_dispatches(plugin: Plugin) -> None:
+    """Every method of the worker's contract, and whether verl waits for it."""
+    all_ = importlib.import_module("verl.single_controller.base.decorator").Dispatch.ONE_TO_ALL
+    found = {
+        name: method.dispatch
+        for name, method in vars(plugin.worker.ArcticWorker).items()
+        if hasattr(method, "dispatch")
+    }
+    of_all = ("init_model", "to", "set_loss_fn", "reset", "destroy", "sleep_replicas")
+    assert found == {
+        **dict.fromkeys(of_all, (all_, True)),
+        # Awaited, unlike the existing client's, so that no failed save goes unseen.
+        "save_checkpoint": (all_, True),
+        "load_checkpoint": (all_, True),
+        "update_weights": (all_, False),
+        "compute_log_prob": ({"mesh": "actor"}, True),
+        "compute_ref_log_prob": ({"mesh": "ref"}, True),
+        "update_actor": ({"mesh": "actor"}, True),
+    }
+    worker = plugin.make_worker()
+    assert worker.to("cuda", model=False) is None and worker.set_loss_fn(len) is None
+    assert worker.reset() is None and worker.sleep_replicas() is None
+
+
 def test_a_step_of_verl(plugin: Plugin) -> None:
     form = plugin.package.registration.form
     worker, server = plugin.make_worker(), plugin.make_server()
@@ -246,6 +270,52 @@ def test_a_worker_that_cannot_be(plugin: Plugin) -> None:
     with pytest.raises(RuntimeError, match="this worker was destroyed"):
         worker.update_weights()
     assert plugin.transport._roles[0].alive  # not the worker's to end
+
+
+def test_the_replica(plugin: Plugin) -> None:
+    given = {"main_config": main_config(), "backend_handle": plugin.handle}
+    for name in given:
+        with pytest.raises(KeyError, match=f"{name}: .* set trainer.remote_backend too"):
+            others = {key: value for key, value in given.items() if key != name}
+            plugin.rollout.ArcticReplica(0, {}, {}, **others)
+    made = plugin.rollout.ArcticReplica(0, Config(), Config(), 1, unknown_to_verl=1, **given)
+    assert made.rollout_worker_use_gpu() is False and made.gpus_per_node == 1
+    limit = plugin.rollout.position_limit
+    inner = SimpleNamespace(max_position_embeddings=7)
+    assert limit(SimpleNamespace(hf_config=inner)) == 7
+    outer = SimpleNamespace(text_config=inner, max_position_embeddings=9)
+    assert limit(SimpleNamespace(hf_config=outer)) == 7
+
+
+def test_what_a_result_becomes(plugin: Plugin) -> None:
+    reason = plugin.rollout.stop_reason
+    reasons = ("abort", "stop", "length", "other", None)
+    assert [reason(r) for r in reasons] == ["aborted", "completed", "completed", "other", None]
+    chosen = plugin.rollout.chosen_log_probs
+    listed = [{5: {"logprob": -0.5, "rank": 1}}, {"6": -1.5}]
+    assert chosen({"logprobs": listed}, [5, 6]) == [-0.5, -1.5]
+    for found in (None, listed[:1]):
+        with pytest.raises(RuntimeError, match=r"calculate_log_probs\) and the server gave"):
+            chosen({"logprobs": found}, [5, 6])
+
+
+def test_a_standalone_server_is_left_awake(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = clients.Transport()
+    monkeypatch.setattr(plugin.backend, "attach", lambda handle: recorder)
+    monkeypatch.setattr(plugin.backend, "_load_tokenizer", lambda config: clients.Tokenizer())
+
+    async def work() -> list[str]:
+        server = plugin.make_server()
+        server.rollout_mode = plugin.modes.STANDALONE
+        await server.sleep()
+        await server.wake_up()
+        assert recorder.calls == []
+        server.rollout_mode = plugin.modes.COLOCATED
+        await server.wake_up()
+        await server.sleep()
+        return [call[0] for call in recorder.calls]
+
+    assert asyncio.run(work()) == ["wake_inference", "reset_prefix_cache", "sleep_inference"]
 
 
 def test_token_budgets(plugin: Plugin) -> None:

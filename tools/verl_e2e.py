@@ -116,6 +116,8 @@ def overrides(form: str, folder: Path, steps: int) -> list[str]:
         "trainer.save_freq=2",
         f"trainer.default_local_dir={folder}/checkpoints",
         "trainer.logger=[console]",
+        # A cluster of its own, also where another one runs on this machine.
+        "+ray_kwargs.ray_init.address=local",
         # Many small processes on few cores: these are slots, not cores.
         "ray_kwargs.ray_init.num_cpus=8",
         "+ray_kwargs.ray_init.object_store_memory=200000000",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import pickle
 import shutil
 import tempfile
@@ -682,6 +683,15 @@ def client() -> Case:
         transport.fails = False  # a call that was made to fail may have left it on
         for config in configs:
             one(config)
+        checked = core.ArcticRLClient(transport, configs[0])
+        for keys in ({"n": 0}, {"temperature": "x"}, {"top_p": math.nan}, {1: 2}):
+            refused(core.PayloadError, checked.generate, [1, 2], keys)
+        refused(core.PayloadError, checked.sleep_inference, 10**30)
+        refused(TypeError, checked.sleep_inference, 1.5)
+        refused(core.PayloadError, checked.wake_up_inference, ["weights", "x"])
+        refused(TypeError, checked.save_checkpoint, b"path")
+        refused(core.PayloadError, checked.save_checkpoint, Path("p"), step="1")
+        run(checked.load_checkpoint(Path("here")))
         refused(TypeError, core.ArcticRLClient, object(), configs[0])
         refused(core.ConfigError, core.ArcticRLClient, transport, {"remote_backend": 1})
 

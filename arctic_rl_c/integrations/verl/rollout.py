@@ -202,6 +202,9 @@ class ArcticReplica(RolloutReplica):  # type: ignore[misc]  # verl has no types
     Args:
         replica_rank, config, model_config, gpus_per_node: As `RolloutReplica`.
         main_config, backend_handle: From the trainer; required.
+
+    Raises:
+        KeyError: One of the latter two is missing.
     """
 
     def __init__(
@@ -213,6 +216,12 @@ class ArcticReplica(RolloutReplica):  # type: ignore[misc]  # verl has no types
         is_reward_model: bool = False,
         **kwargs: Any,
     ) -> None:
+        for name in ("main_config", "backend_handle"):
+            if name not in kwargs:
+                raise KeyError(
+                    f"{name}: this replica is for verl's remote-backend trainer, which passes it; "
+                    "set trainer.remote_backend too"
+                )
         self._main_config = kwargs.pop("main_config")
         self._backend_handle = kwargs.pop("backend_handle")
         known = inspect.signature(RolloutReplica.__init__).parameters
