@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from arctic_rl_c import (
     PeerLostError,
     PeerTimeoutError,
     TransportUnavailableError,
+    wire,
 )
 from arctic_rl_c.transports.http import HttpTransport
 from arctic_rl_c.transports.http_errors import HttpRequestError, HttpServerError
@@ -295,6 +298,19 @@ STRANGERS = [
         TransportUnavailableError,
         "speaks protocol 2 of this package, here is 1",
     ),
+    (
+        {
+            "/health": ok,
+            "/capabilities": lambda: web.json_response({"server": "arctic_rl_c", "protocol": 1}),
+        },
+        TransportUnavailableError,
+        "gives server_id=None in /capabilities, wanted str",
+    ),
+    (
+        {"/health": ok, "/capabilities": lambda: web.Response(text="[" * 60_000)},
+        TransportUnavailableError,
+        "no Arctic",
+    ),
 ]
 
 
@@ -329,6 +345,161 @@ def test_a_server_that_speaks_no_http() -> None:
         pytest.raises(PeerLostError, match="no answer to /health: not an HTTP server"),
     ):
         HttpTransport(url, connect_timeout=0.2)
+
+
+@contextlib.contextmanager
+def raw_server(answers: dict[str, list[bytes]]) -> Iterator[str]:
+    """Answers GETs with bytes as they are: the parts of an answer come one at a time."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    more = threading.Event()
+
+    def serve() -> None:
+        while not more.is_set():
+            with contextlib.suppress(OSError):
+                sock, _ = listener.accept()
+                with sock:
+                    path = sock.recv(4096).split(b" ")[1].decode()
+                    for part in answers[path]:
+                        sock.sendall(part)
+                        more.wait(0.05)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        more.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        listener.close()
+
+
+HEALTHY = [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"]
+
+
+@pytest.mark.parametrize(
+    "slowly",
+    [
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n", *[b" "] * 5000],
+        [b"HTTP/1.1 200 OK\r\nX: ", *[b"y"] * 5000],
+        [b"H"] * 5000,
+    ],
+    ids=["body", "header", "status"],
+)
+def test_a_server_that_answers_byte_by_byte(slowly: list[bytes]) -> None:
+    """The time limit is for the answer, not for each byte of it."""
+    with (
+        raw_server({"/health": HEALTHY, "/capabilities": slowly}) as url,
+        pytest.raises(PeerLostError, match="no answer to /capabilities: timed out"),
+    ):
+        HttpTransport(url, connect_timeout=0.3)
+
+
+def test_a_server_whose_first_words_break_off() -> None:
+    """Half of the embedded server's answer is not an answer of some other server."""
+    broken = [b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"server": "arctic_rl_c", ']
+    with (
+        raw_server({"/health": HEALTHY, "/capabilities": broken}) as url,
+        pytest.raises(PeerLostError, match="the answer broke off after 26 bytes"),
+    ):
+        HttpTransport(url, connect_timeout=0.3)
+
+
+ANSWERS = [None, [], "x", 5, {}, {"job_id": None}, {"job_id": True}, {"results": None}]
+
+
+@pytest.mark.parametrize("path", ["/initialize", "/job/{id}", "/generate"])
+def test_answers_of_another_form(path: str) -> None:
+    """Whatever a success holds, the error says which op, what was found, and what was wanted."""
+    server = http_servers.FinalServer()
+    wanted = {"/initialize": "an object with job_id", "/generate": "an object with results"}
+    op = "generate" if path == "/generate" else "start"
+    answer: Any = None
+
+    async def job(_: web.Request) -> web.Response:
+        return web.json_response(answer)
+
+    if path == "/job/{id}":
+        server.job = job  # type: ignore[method-assign]
+    else:
+        server.answers[path] = lambda: web.Response(
+            body=wire.dumps(answer) if path == "/generate" else json.dumps(answer).encode()
+        )
+
+    async def use(url: str) -> None:
+        transport = HttpTransport(url, config=clients.config())
+        form = wanted[path] if isinstance(answer, dict) else "an object"
+        said = f"^{op}: .*answered with {type(answer).__name__}, not with {form}"
+        try:
+            with pytest.raises(HttpServerError, match=said) as caught:
+                await transport.generate(["x"])
+            assert caught.value.operation == op
+        finally:
+            await transport.shutdown()
+
+    with http_servers.application(server.app()) as url:
+        for answer in ANSWERS:
+            # A job whose status is not RUNNING is waited for.
+            if path != "/job/{id}" or not isinstance(answer, dict):
+                asyncio.run(use(url))
+
+
+def test_results_that_are_no_objects() -> None:
+    server = http_servers.FinalServer()
+    items: list[Any] = []
+    server.answers["/generate"] = lambda: web.Response(body=wire.dumps({"results": items}))
+
+    async def use(transport: HttpTransport) -> None:
+        nonlocal items
+        for items in ([1], [None], [{}, []]):
+            with pytest.raises(HttpServerError, match="not with an object for each prompt"):
+                await transport.generate(["x"] * len(items))
+
+    with http_servers.application(server.app()) as url:
+        with_transport(url, use, config=clients.config())
+
+
+def test_answers_nested_too_deep() -> None:
+    server = http_servers.FinalServer()
+    ops = ("step", "sync_weights", "save_checkpoint")
+    for op in ops:
+        server.answers[PATHS[op]] = lambda: web.Response(text="[" * 60_000)
+
+    async def use(transport: HttpTransport) -> None:
+        for op in ops:
+            with pytest.raises(HttpServerError, match=f"^{op}: .* is no JSON: maximum recursion"):
+                await CALLS[op](transport)
+
+    with http_servers.application(server.app()) as url:
+        with_transport(url, use, config=clients.config())
+
+
+def test_redirects_are_not_taken_for_answers() -> None:
+    """Followed, a POST would become a GET of something else, whose answer looks like success."""
+    server = http_servers.FinalServer()
+    status = 0
+    for path in PATHS.values():
+        server.answers[path] = lambda: web.Response(
+            status=status, headers={"Location": "/elsewhere"}
+        )
+    app = server.app()
+
+    async def elsewhere(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "metrics": {}, "results": []})
+
+    app.router.add_route("*", "/elsewhere", elsewhere)
+
+    async def use(transport: HttpTransport) -> None:
+        nonlocal status
+        for status in (301, 302, 303, 307, 308):
+            for op, call in CALLS.items():
+                said = rf"^{op}: .* redirects to /elsewhere \(status {status}\), which is not"
+                with pytest.raises(HttpServerError, match=said) as caught:
+                    await call(transport)
+                assert caught.value.status == status
+
+    with http_servers.application(app) as url:
+        with_transport(url, use, config=clients.config())
 
 
 def hostile(error: Any) -> Callable[[], web.Response]:

@@ -38,6 +38,16 @@ _log = logging.getLogger(__name__)
 _PROBE_DELAY = 0.1
 _READY_POLL, _READY_POLL_MAX = 0.05, 2.0
 
+#: What the embedded server says of itself.
+_CAPABILITIES = {
+    "server_id": str,
+    "accepts_token_ids": bool,
+    "accepts_routing_key": bool,
+    "accepts_strict": bool,
+    "server_limits": bool,
+    "max_body_bytes": int,
+}
+
 
 class HttpTransport:
     """Ops of an Arctic server over HTTP.
@@ -205,6 +215,13 @@ class HttpTransport:
                 f"the server at {self._connection.url} speaks protocol {found.get('protocol')} of "
                 "this package, here is 1: use one version on both sides",
             )
+        for name, kind in _CAPABILITIES.items():
+            if not isinstance(found.get(name), kind):
+                raise http_errors.unavailable(
+                    "connect",
+                    f"the server at {self._connection.url} gives {name}={found.get(name)!r} in "
+                    f"/capabilities, wanted {kind.__name__}: something has changed its answer",
+                )
         return found
 
     def _probe_generation(self) -> str:
@@ -252,8 +269,11 @@ class HttpTransport:
 
     async def _look_up_jobs(self) -> None:
         for job, number in self._jobs.items():
-            info = await self._connection.get_json(
-                "start", f"/job/{quote(str(number))}", timeout=self._time("start")
+            info = self._object(
+                "start",
+                await self._connection.get_json(
+                    "start", f"/job/{quote(str(number))}", timeout=self._time("start")
+                ),
             )
             found = info.get("job_type", job)
             if found != job:
@@ -277,7 +297,8 @@ class HttpTransport:
             answer = await self._connection.post_json(
                 "start", "/initialize", payload, timeout=self._ready_timeout, repeat=Repeat.KEYED
             )
-            self._jobs[job] = answer["job_id"]
+            number = self._member("start", answer, "job_id", int | str)
+            self._jobs[job] = number
             self._created.append(job)
             if ignored := answer.get("ignored"):
                 _log.warning(
@@ -295,7 +316,10 @@ class HttpTransport:
         delay = _READY_POLL
         path = f"/job/{quote(str(self._jobs[job]))}"
         while True:
-            info = await self._connection.get_json("start", path, timeout=self._time("start"))
+            info = self._object(
+                "start",
+                await self._connection.get_json("start", path, timeout=self._time("start")),
+            )
             if info.get("status") == "RUNNING":
                 return
             if time.monotonic() + delay > deadline:
@@ -442,7 +466,12 @@ class HttpTransport:
         else:
             body.update(routing_key=routing_key, strict=strict)
             answer = await self._post_payload("generate", "generate", "sampling", body, Repeat.SAFE)
-        return [with_token_ids(item) for item in answer["results"]]
+        results = self._member("generate", answer, "results", list)
+        for item in results:
+            if not isinstance(item, dict):
+                url = self._connection.url
+                raise http_errors.unreadable("generate", url, "an object for each prompt", item)
+        return [with_token_ids(item) for item in results]
 
     async def sleep_inference(self, level: int = 1) -> dict[str, Any]:
         """Give the sampler's memory back."""
@@ -547,7 +576,7 @@ class HttpTransport:
         answer = await self._connection.post_json(
             method, path, body, timeout=self._time(method), repeat=repeat
         )
-        return _as_dict(method, answer)
+        return self._object(method, answer)
 
     async def _post_payload(
         self, method: str, route: str, job: str, payload: Mapping[str, Any], repeat: Repeat
@@ -575,14 +604,17 @@ class HttpTransport:
             raise http_errors.lost(
                 method, self._connection.url, "the server lost some of the request's chunks", False
             )
-        return _as_dict(method, wire.loads(body, copy=False))
+        return self._object(method, wire.loads(body, copy=False))
 
+    def _object(self, method: str, answer: Any) -> dict[str, Any]:
+        if not isinstance(answer, dict):
+            raise http_errors.unreadable(method, self._connection.url, "an object", answer)
+        return answer
 
-def _as_dict(method: str, answer: Any) -> dict[str, Any]:
-    if not isinstance(answer, dict):
-        error = http_errors.HttpServerError(
-            f"{method}: the server answered with {type(answer).__name__}, not with an object"
-        )
-        error.status = 200
-        raise http_errors.complete(error, "ARL_ERR_SYSTEM", method)
-    return answer
+    def _member(self, method: str, answer: Any, name: str, kinds: Any) -> Any:
+        """A member of an object, of one of the types."""
+        found = self._object(method, answer).get(name)
+        if not isinstance(found, kinds) or isinstance(found, bool):
+            wanted = f"an object with {name}"
+            raise http_errors.unreadable(method, self._connection.url, wanted, answer)
+        return found

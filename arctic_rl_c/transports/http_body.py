@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of HTTP requests and answers: DSSST1 frames and JSON, for both ends.
 
-Bytes are read into one buffer of the announced size, which the decoded tensors then are views
-of, and written piece by piece, so a frame exists once on each side.
+Bytes are read into one buffer, which the decoded tensors then are views of, and written piece by
+piece, so a frame exists once on each side.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ async def read_body(stream: aiohttp.StreamReader, length: int | None, limit: int
     """
     if length is not None and length > limit:
         raise BodyTooLargeError(f"a body of {length} bytes; at most {limit} are read")
-    body = bytearray(length or 0)  # zero pages until they are written
-    done = 0
-    async for piece in stream.iter_any():
-        end = done + len(piece)
-        if end > limit:
-            raise BodyTooLargeError(f"a body of more than {limit} bytes")
-        body[done:end] = piece  # appends where nothing was announced
-        done = end
-    del body[done:]
+    body = bytearray()  # grows with what arrives: a length alone must not take memory
+    try:
+        async for piece in stream.iter_any():
+            if len(body) + len(piece) > limit:
+                raise BodyTooLargeError(f"a body of more than {limit} bytes")
+            body += piece
+    except BaseException:
+        body.clear()  # the stream keeps the error, and its traceback this frame
+        raise
     return body
 
 
@@ -90,6 +90,9 @@ def from_json(body: bytes | bytearray) -> Any:
     """The reverse; an empty body is None.
 
     Raises:
-        ValueError: The body is no JSON.
+        ValueError: The body is no JSON, or is nested too deep to be read.
     """
-    return json.loads(bytes(body)) if body else None
+    try:
+        return json.loads(bytes(body)) if body else None
+    except RecursionError as error:
+        raise ValueError(str(error)) from None

@@ -8,6 +8,7 @@ import contextlib
 import enum
 import http.client
 import itertools
+import socket
 import threading
 import time
 import urllib.parse
@@ -21,6 +22,8 @@ import aiohttp
 from arctic_rl_c.transports import http_body, http_errors
 
 _FIRST_DELAY, _LONGEST_DELAY = 0.05, 1.0
+_REDIRECTS = (301, 302, 303, 307, 308)
+_PROBE_BYTES = 1 << 16
 
 
 class Repeat(enum.Enum):
@@ -182,7 +185,14 @@ class Connection:
     ) -> tuple[int, bytearray]:
         session = await self._session()
         data = None if body is None else http_body.pieces(body)
-        async with session.request(method, url, data=data, headers=headers) as response:
+        # A redirect would turn a POST into a GET, and its answer would look like the op's.
+        async with session.request(
+            method, url, data=data, headers=headers, allow_redirects=False
+        ) as response:
+            if response.status in _REDIRECTS:
+                raise http_errors.redirected(
+                    op, url, response.status, response.headers.get("Location")
+                )
             try:
                 return response.status, await http_body.read_body(
                     response.content, response.content_length, self._limit
@@ -200,7 +210,7 @@ class Connection:
         """GET without an event loop: status and the first part of the body.
 
         Raises:
-            OSError: There was no answer.
+            OSError: There was no answer, or not all of it within `timeout` seconds.
         """
         cls = (
             http.client.HTTPSConnection
@@ -210,14 +220,35 @@ class Connection:
         host = self._parts.hostname
         assert host is not None
         connection = cls(host, self._parts.port, timeout=timeout)
+        late = threading.Event()
+        # The socket's own limit is for each read, and a server may send a byte now and then.
+        cutter = threading.Timer(timeout, _cut, (connection, late))
+        cutter.daemon = True
+        cutter.start()
         try:
             connection.request("GET", self._parts.path.rstrip("/") + path)
             response = connection.getresponse()
-            return response.status, response.read(1 << 16)
+            body = response.read(_PROBE_BYTES)
+            if not late.is_set() and response.length and len(body) < _PROBE_BYTES:
+                raise OSError(f"the answer broke off after {len(body)} bytes")
         except http.client.HTTPException as error:
-            raise OSError(f"not an HTTP server: {type(error).__name__}: {error}") from error
+            if not late.is_set():
+                raise OSError(f"not an HTTP server: {type(error).__name__}: {error}") from error
         finally:
+            cutter.cancel()
             connection.close()
+        if late.is_set():
+            raise TimeoutError("timed out")
+        return response.status, body
+
+
+def _cut(connection: http.client.HTTPConnection, late: threading.Event) -> None:
+    """End what waits for the rest of an answer."""
+    late.set()
+    sock = connection.sock
+    if sock is not None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
 
 
 async def _hold_session(connect_timeout: float) -> AsyncGenerator[aiohttp.ClientSession, None]:

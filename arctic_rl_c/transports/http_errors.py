@@ -17,6 +17,7 @@ from arctic_rl_c import (
 from arctic_rl_c.local.remote_errors import rebuild_error
 
 _TEXT_LIMIT = 4000
+_FOUND_LIMIT = 100
 
 
 class HttpRequestError(ArcticError, ValueError):
@@ -58,6 +59,31 @@ def timed_out(op: str, url: str, seconds: float, maybe_applied: bool) -> PeerTim
     )
     error = PeerTimeoutError(text)
     complete(error, "ARL_ERR_TIMEOUT", op, maybe_applied=maybe_applied)
+    return error
+
+
+def redirected(op: str, url: str, status: int, location: str | None) -> HttpServerError:
+    """The answer is a redirect, which no Arctic server gives."""
+    error = HttpServerError(
+        f"{op}: {url} redirects to {location or 'nowhere'} (status {status}), which is not "
+        "followed: give the transport the url of the server itself"
+    )
+    complete(error, "ARL_ERR_SYSTEM", op)
+    error.status = status
+    return error
+
+
+def unreadable(op: str, url: str, wanted: str, answer: Any) -> HttpServerError:
+    """A success whose body is not what the route answers with."""
+    found = repr(answer)
+    if len(found) > _FOUND_LIMIT:
+        found = found[:_FOUND_LIMIT] + "…"
+    error = HttpServerError(
+        f"{op}: the server at {url} answered with {type(answer).__name__}, not with {wanted}: "
+        f"{found}"
+    )
+    complete(error, "ARL_ERR_SYSTEM", op)
+    error.status = 200
     return error
 
 
@@ -133,7 +159,7 @@ def from_status(op: str, url: str, status: int, body: bytes | bytearray) -> Exce
 def _parse(body: bytes | bytearray) -> Any:
     try:
         return json.loads(bytes(body))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
