@@ -7,11 +7,14 @@ import asyncio
 import json
 import math
 import pickle
+import resource
 import socket
 import threading
+import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,7 @@ from arctic_rl_c import (
 from arctic_rl_c.transports.base import Transport
 from arctic_rl_c.transports.dense import dense_payload
 from arctic_rl_c.transports.http import HttpTransport
+from arctic_rl_c.transports.http_body import read_body
 from arctic_rl_c.transports.http_errors import HttpRequestError
 
 PAYLOAD = {
@@ -684,6 +688,28 @@ GARBAGE: list[tuple[str, bytes, str, int, str]] = [
     ("/step?job_id=3", b"[" * 50_000, JSON, 400, "the body is no JSON"),
     ("/step?job_id=3", b'{"learning_rate": 1}', JSON, 400, "set by the schedule"),
     ("/sleep-inference?job_id=1&level=deep", b"", JSON, 400, "level must be an integer"),
+    (
+        "/operation?job_id=1",
+        b'{"operation_type": "wake-inference", "payload": [[]]}',
+        JSON,
+        400,
+        "payload must be an object, found list",
+    ),
+    ("/sleep-inference?job_id=1", b'{"level": 1e400}', JSON, 400, "an integer, found inf"),
+    (
+        "/sync-weights",
+        b'{"source_sub_job_id": Infinity, "target_sub_job_ids": [1]}',
+        JSON,
+        404,
+        "Job inf not found",
+    ),
+    (
+        "/sync-weights",
+        b'{"source_sub_job_id": 3, "target_sub_job_ids": 1}',
+        JSON,
+        400,
+        "target_sub_job_ids must be a list of job ids, found 1",
+    ),
     ("/generate?job_id=1", b"{}", JSON, 400, "the body has no prompts"),
     ("/forward?job_id=3", b"nonsense", FRAME, 400, "not a valid DSSST1"),
     ("/forward?job_id=3", wire.dumps([1]), FRAME, 400, "the body must hold a dict, found list"),
@@ -755,6 +781,49 @@ def test_a_body_that_is_longer_than_announced_memory() -> None:
     ):
         sock.sendall(b"POST /step HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
         assert b" 413 " in sock.recv(4096)
+
+
+def test_an_announced_length_takes_no_memory() -> None:
+    """Neither while the body is waited for, nor after its sender has gone."""
+    length = 1 << 28
+
+    def resident() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+
+    with http_servers.serving() as server:
+        before = resident()
+        head = f"POST /step HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+        socks = [socket.create_connection((server.host, server.port)) for _ in range(4)]
+        for sock in socks:
+            sock.sendall(head.encode() + b"begun")
+        assert get(server.url, "/health") == {"status": "OK"}  # all of them have been looked at
+        assert resident() - before < length // 2
+        for sock in socks:
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(4096):  # until the server has given it up
+                pass
+            sock.close()
+
+
+def test_what_came_of_a_body_is_given_back_when_its_sender_goes() -> None:
+    """Also while the garbage collector does not come by."""
+
+    class Stream:
+        """As aiohttp's, it keeps the error that it raises."""
+
+        failure = ConnectionResetError("gone")
+
+        async def iter_any(self) -> AsyncIterator[bytes]:
+            yield bytes(1000)
+            raise self.failure
+
+    stream: Any = Stream()
+    with pytest.raises(ConnectionResetError, match="gone"):
+        asyncio.run(read_body(stream, 2000, 4000))
+    frames = [frame for frame, _ in traceback.walk_tb(stream.failure.__traceback__)]
+    bodies = [frame.f_locals["body"] for frame in frames if "body" in frame.f_locals]
+    assert bodies == [bytearray()]
 
 
 def test_the_port_is_taken_from_choice_to_use() -> None:

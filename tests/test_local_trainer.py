@@ -546,6 +546,10 @@ def test_loading_from_nothing(tmp_path: Path) -> None:
         new_trainer().save_checkpoint()
     with pytest.raises(ValueError, match="checkpoint_type 'light'"):
         trainer.save_checkpoint(checkpoint_type="light")
+    for step in (math.inf, 1.5, "3"):
+        with pytest.raises(TypeError, match=f"step is an integer, found {step!r}"):
+            trainer.save_checkpoint(step=step)  # type: ignore[arg-type]
+    assert not (tmp_path / "none").exists()
 
 
 def test_retention_and_the_pointer(tmp_path: Path) -> None:

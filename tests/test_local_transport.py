@@ -154,6 +154,11 @@ def test_what_cannot_be_had_is_said_and_harms_nothing(server: LocalTransport) ->
             await server.sync_weights(cuda_ipc=True)
         with pytest.raises(ValueError, match="low_memory applies to cuda_ipc only"):
             await server.sync_weights(low_memory=True)
+        for tags in ("weights", True, [[]], [None]):
+            with pytest.raises(TypeError, match="tags is a list of text or None, found"):
+                await server.wake_inference(tags)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="list of these, found NoneType"):
+            await server.generate(None)  # type: ignore[arg-type]
         await server.sleep_inference(1)
         with pytest.raises(TransportUnavailableError):
             await server.sync_weights(cuda_ipc=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -77,6 +78,12 @@ def test_a_key_has_the_same_sampler_in_every_process() -> None:
     }
     own = Router(7, 99).place([f"key {number}" for number in range(20)], 1, strict=True)
     assert outputs == {f"{own}\n"} and len(set(own)) > 3
+
+
+@pytest.mark.parametrize("prompts", [None, True, 5, 1.5, b"text", {"a": 1}])
+def test_what_holds_no_prompts(prompts: Any) -> None:
+    with pytest.raises(TypeError, match=f"list of these, found {type(prompts).__name__}$"):
+        as_prompts(prompts)
 
 
 def test_what_is_asked_for() -> None:

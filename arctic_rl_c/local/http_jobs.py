@@ -87,7 +87,7 @@ class JobTable:
         """The info of a job; JobError 404 when there is none of that number."""
         try:
             return self._jobs[int(number)]
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise JobError(404, f"Job {number} not found") from None
 
     def require(self, number: Any, kinds: Sequence[str]) -> dict[str, Any]:

@@ -334,6 +334,8 @@ class HttpServer:
         }
         source = body.get("source_sub_job_id", body.get("training_job_id"))
         targets = body.get("target_sub_job_ids", [body.get("sampling_job_id")])
+        if not isinstance(targets, list):
+            raise JobError(400, f"target_sub_job_ids must be a list of job ids, found {targets!r}")
         self._jobs.require(source, ("training",))
         for target in targets:
             self._jobs.require(target, ("sampling",))
@@ -342,6 +344,8 @@ class HttpServer:
     async def _operation(self, call: _Call) -> dict[str, Any]:
         body = call.json_dict()
         kind, payload = body.get("operation_type"), body.get("payload") or {}
+        if not isinstance(payload, dict):
+            raise JobError(400, f"payload must be an object, found {type(payload).__name__}")
         inner = call.with_json(payload)
         if kind == "weight-sync":
             return await self._weight_sync(inner)
@@ -478,7 +482,7 @@ async def _pickled(request: web.Request) -> web.StreamResponse:
 def _integer(name: str, value: Any) -> int:
     try:
         return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be an integer, found {value!r}") from None
 
 

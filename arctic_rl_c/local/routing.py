@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -71,9 +71,18 @@ class Router:
 
 
 def as_prompts(prompts: Any) -> list[Any]:
-    """One prompt or several (texts, or lists of token ids), as a list of prompts."""
+    """One prompt or several (texts, or lists of token ids), as a list of prompts.
+
+    Raises:
+        TypeError: It is nothing that holds prompts.
+    """
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | Mapping):
+        raise TypeError(
+            "generate: prompts is a text, a list of token ids, or a list of these, found "
+            f"{type(prompts).__name__}"
+        )
     listed = list(prompts)
     if listed and all(isinstance(item, int) for item in listed):
         return [listed]

@@ -180,6 +180,9 @@ class EmbeddedServer:
 
     async def wake_inference(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
         """See `Sampler.wake`."""
+        listed = isinstance(tags, Sequence) and not isinstance(tags, str)
+        if tags is not None and not (listed and all(isinstance(tag, str) for tag in tags)):
+            raise TypeError(f"wake_inference: tags is a list of text or None, found {tags!r}")
         wanted = None if tags is None else list(tags)
         return {"sampling": await self._ask_samplers("wake", tags=wanted)}
 

@@ -8,9 +8,10 @@ and a test call the same methods.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
@@ -358,7 +359,9 @@ class Trainer:
         """
         if checkpoint_type != "resumable":
             raise ValueError(f"checkpoint_type {checkpoint_type!r} is not 'resumable'")
-        number = self._global_step if step is None else int(step)
+        if step is not None and not isinstance(step, SupportsIndex):
+            raise TypeError(f"save_checkpoint: step is an integer, found {step!r}")
+        number = self._global_step if step is None else operator.index(step)
         state = {
             "format": 1,
             "global_step": number,
