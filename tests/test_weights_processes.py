@@ -474,6 +474,31 @@ def test_a_fork_inside_of_a_block() -> None:
         assert trainer.answer().version == 1
 
 
+def test_a_forked_child_neither_reads_nor_ends_its_parents_block() -> None:
+    """It would tell the sender that all has been read, or that it failed."""
+    leave = """
+def leave(*reason):
+    taken = list(views) if not reason else None
+    return views.__exit__(*(reason or (None, None, None)))
+"""
+    with sending() as trainer, receiving() as sampler:
+        sampler.run(FORK + leave)
+        offer = trainer.eval("sender.offer()")
+        with Control(offer) as control:
+            sampler.run("views = receiver.views(offer); views.__enter__()", offer=offer)
+            for call in ("next(views)", "views.__exit__(None, None, None)", "leave()"):
+                error = sampler.eval(f"forked(lambda: {call})")
+                assert type(error).__name__ == "WrongProcessError"
+                assert f"belongs to process {sampler.pid}, and this is its child" in str(error)
+            # An exception on its way through the child's block is not replaced.
+            ended = sampler.eval("forked(lambda: leave(SystemExit, SystemExit(0), None))")
+            assert ended is False
+            assert control.receiver(0) == Control.WRITING
+        sampler.run("leave()")
+        assert sampler.eval("receiver.torn") is False
+        assert trainer.eval("sender.serve()").version == 1
+
+
 # ---- torn, between processes ---------------------------------------------------------------------
 
 

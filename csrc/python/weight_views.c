@@ -10,6 +10,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* ---- mappings -------------------------------------------------------------------------------- */
 
@@ -301,6 +302,16 @@ verify_view(arl_state_t *state, weight_views_t *self, uint32_t index, const arl_
     return 0;
 }
 
+/* The block is its process's: a child that ended it would tell the sender that all were read. */
+static PyObject *
+refuse_forked(arl_state_t *state, const weight_views_t *self)
+{
+    return arl_raise_format(state, ARL_ERR_PROCESS, "views",
+                            "the block of views() belongs to process %lld, and this is its child "
+                            "%lld; read the weights there, or pull an offer here",
+                            (long long)self->receiver->guard.owner, (long long)getpid());
+}
+
 static PyObject *
 refuse_busy(void)
 {
@@ -326,6 +337,9 @@ weight_views_next(PyObject *op)
         return arl_raise_format(state, ARL_ERR_CLOSED, "views",
                                 self->phase == VIEWS_NEW ? "views() is for a with statement"
                                                          : "the block of views() has ended");
+    }
+    if (arl_guard_forked(&self->receiver->guard)) {
+        return refuse_forked(state, self);
     }
     if (self->busy) {
         return refuse_busy();
@@ -373,6 +387,10 @@ weight_views_exit(PyObject *op, PyObject *args)
     }
     if (self->phase != VIEWS_OPEN) {
         return Py_NewRef(Py_False);
+    }
+    if (arl_guard_forked(&self->receiver->guard)) {
+        /* What ends the child, as SystemExit does, is not replaced. */
+        return type != Py_None ? Py_NewRef(Py_False) : refuse_forked(state, self);
     }
     if (self->busy) {
         return refuse_busy();
