@@ -454,10 +454,27 @@ def test_keys_are_text() -> None:
     message = refusal({"remote_backend": {"train": {1: 2}}})
     assert "keys of remote_backend are text, found an integer 1" in message
     assert "keys of remote_backend are text" in refusal({"remote_backend": {"colocate\0": 1}})
+    message = refusal({"remote_backend": {"\ud800": 1}})
+    assert message.endswith("are text that UTF-8 can hold, found another object")
     with pytest.raises(
         ConfigError, match=r"<text>:1:18: keys of remote_backend are text.*quote it"
     ):
         load_config(text="remote_backend: {on: 1}")
+
+
+def test_all_of_a_text_is_shown() -> None:
+    """A NUL does not end the message, and nothing garbles it."""
+    message = refusal({"remote_backend": {"a\0b": 1}})
+    assert message.endswith(r"are text without a NUL character, found 'a\x00b'")
+    message = refusal({"remote_backend": {"train": {"a\nb\x1b[31m\x7f": 1}}})
+    assert r"remote_backend.train.a\x0ab\x1b[31m\x7f: unknown key" in message
+    for odd in ("a\0b", "\0", "é\0" * 100):
+        message = refusal({"remote_backend": {"colocate": odd}})
+        assert "wants true or false, found text '" + odd[:1].strip("\0") in message
+        assert r"\x00" in message
+        assert "\0" not in message
+    with pytest.raises(ConfigError, match=r"override 'a\\x00b=1': no key and no bare value has"):
+        load_config(text="a: 1", overrides=["a\0b=1"])
 
 
 def test_a_block_is_no_value() -> None:

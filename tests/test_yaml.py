@@ -388,6 +388,15 @@ def test_paths_text_and_lines(tmp_path: Path) -> None:
         load_yaml(5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="null"):
         load_yaml("a\0b")
+    for line in ("remote_backend: {}", "x" * 5000, "/dev/null/below"):
+        with pytest.raises(OSError, match="a path: YAML text of one line is passed as text="):
+            load_yaml(line)
+    for data in (b"a: 1", b"a: 1\n", b"a: \xff"):
+        with pytest.raises(FileNotFoundError, match="YAML text, decoded to str, is passed as"):
+            load_yaml(data)
+    with pytest.raises(FileNotFoundError) as caught:
+        load_yaml(tmp_path / "missing.yaml")  # nobody writes a Path for a text
+    assert "text=" not in str(caught.value)
     with pytest.raises(UnicodeEncodeError):
         load_yaml(text="a: \udc80")
 

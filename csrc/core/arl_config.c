@@ -363,6 +363,15 @@ not_a_key(const arl_tree_t *tree, const arl_node_t *key, arl_error_t *err)
     char shown[64];
 
     arl_node_show(key, shown, sizeof(shown));
+    if (key->kind == ARL_NODE_TEXT) {
+        return arl_tree_fail(
+            tree, key, err, "keys of " ARCTIC " are text without a NUL character, found %s", shown);
+    }
+    if (key->kind == ARL_NODE_FOREIGN) { /* text with half of a surrogate pair, too */
+        return arl_tree_fail(tree, key, err,
+                             "keys of " ARCTIC " are text that UTF-8 can hold, found another "
+                             "object");
+    }
     return arl_tree_fail(tree, key, err, "keys of " ARCTIC " are text, found %s %s (quote it)",
                          arl_node_kind_name(key), shown);
 }

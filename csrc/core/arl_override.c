@@ -272,12 +272,17 @@ arl_status_t
 arl_override_apply(arl_tree_t *tree, const char *text, size_t size, arl_error_t *err)
 {
     override_t override = {.tree = tree, .err = err};
-    char name[128];
+    char shown[104], name[128];
     arl_node_t **slot;
     arl_status_t status;
 
-    (void)snprintf(name, sizeof(name), "override '%.100s'", text);
+    (void)arl_text_show(text, size, shown, sizeof(shown));
+    (void)snprintf(name, sizeof(name), "override '%s'", shown);
     ARL_CHECK_GOTO(status, arl_tree_source(tree, name, &override.place.source, err), out);
+    if (memchr(text, '\0', size) != NULL) {
+        return arl_tree_fail(tree, &override.place, err,
+                             "no key and no bare value has a NUL character");
+    }
     ARL_CHECK_GOTO(status, parse(&override, text, size), out);
     slot = slot_at(tree->root, override.path.data);
     switch (override.kind) {

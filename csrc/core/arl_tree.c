@@ -484,6 +484,39 @@ arl_node_kind_name(const arl_node_t *node)
     return "?";
 }
 
+bool
+arl_text_show(const char *data, size_t length, char *out, size_t size)
+{
+    size_t used = 0;
+
+    for (size_t i = 0; i < length; i++) {
+        const unsigned char c = (unsigned char)data[i];
+        const bool plain = c >= 0x20 && c != 0x7f;
+
+        if (used + (plain ? 1 : 4) >= size) {
+            out[used] = '\0';
+            return false;
+        }
+        if (plain) {
+            out[used++] = (char)c;
+        }
+        else {
+            used += (size_t)snprintf(out + used, size - used, "\\x%02x", c);
+        }
+    }
+    out[used] = '\0';
+    return true;
+}
+
+/* A scalar for a message. False when it was cut. */
+static bool
+show_scalar(const arl_node_t *node, char *out, size_t size)
+{
+    return node->kind == ARL_NODE_TEXT
+               ? arl_text_show(node->as.text.data, node->as.text.size, out, size)
+               : arl_literal_format(node, out, size);
+}
+
 /* The last step to `node`: ".key" or "[3]". */
 static void
 node_step(const arl_node_t *node, char *out, size_t size)
@@ -503,7 +536,7 @@ node_step(const arl_node_t *node, char *out, size_t size)
         if (pair->value == node || pair->key == node) {
             char key[64];
 
-            (void)arl_literal_format(pair->key, key, sizeof(key));
+            (void)show_scalar(pair->key, key, sizeof(key));
             (void)snprintf(out, size, ".%s", key);
             return;
         }
@@ -558,7 +591,7 @@ arl_node_show(const arl_node_t *node, char *out, size_t size)
         (void)snprintf(out, size, "an object");
         return;
     default:
-        if (!arl_literal_format(node, text, sizeof(text) - 4)) {
+        if (!show_scalar(node, text, sizeof(text) - 4)) {
             strcpy(text + strlen(text), "...");
         }
         (void)snprintf(out, size, node->kind == ARL_NODE_TEXT ? "'%s'" : "%s", text);

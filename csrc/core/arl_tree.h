@@ -150,6 +150,10 @@ void arl_node_path(const arl_node_t *node, char *out, size_t size);
 /* The value as one short word for messages: 1e-06, 'text', a list of 3. */
 void arl_node_show(const arl_node_t *node, char *out, size_t size);
 
+/* Text for a message: what would end it or garble it (NUL, line breaks, escapes) is written as
+ * \xNN. False when it was cut. */
+bool arl_text_show(const char *data, size_t length, char *out, size_t size);
+
 /* "file.yaml:3:7", "override 'a.b=1'", "config". */
 void arl_node_where(const arl_tree_t *tree, const arl_node_t *node, char *out, size_t size);
 

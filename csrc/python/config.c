@@ -9,6 +9,9 @@
 #include "core/arl_override.h"
 #include "core/arl_yaml.h"
 
+#include <errno.h>
+#include <string.h>
+
 /* ---- in memory --------------------------------------------------------------------------------
  */
 
@@ -143,6 +146,20 @@ config_warnings(PyObject *module, PyObject *config)
 /* ---- from text --------------------------------------------------------------------------------
  */
 
+/* A path that cannot be opened may have been meant as text. */
+static void
+explain_path(PyObject *source, arl_error_t *err)
+{
+    const size_t used = strlen(err->text);
+
+    if (err->domain == ARL_DOMAIN_ERRNO && (PyUnicode_Check(source) || PyBytes_Check(source)) &&
+        (err->foreign == ENOENT || err->foreign == ENOTDIR || err->foreign == ENAMETOOLONG)) {
+        (void)snprintf(err->text + used, sizeof(err->text) - used,
+                       "; it was taken for a path: YAML text%s is passed as text=",
+                       PyBytes_Check(source) ? ", decoded to str," : " of one line");
+    }
+}
+
 /* Reads `source` (a path, or text with a line break) or `text` into the tree. */
 static int
 read_source(arl_state_t *state, PyObject *source, PyObject *text, arl_tree_t *tree)
@@ -172,6 +189,7 @@ read_source(arl_state_t *state, PyObject *source, PyObject *text, arl_tree_t *tr
         status = arl_yaml_read_file(tree, data, &err);
         Py_END_ALLOW_THREADS
         Py_DECREF(path);
+        explain_path(source, &err);
     }
     else {
         if (!PyUnicode_Check(text)) {
