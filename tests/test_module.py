@@ -200,6 +200,19 @@ def test_import_brings_no_torch_in() -> None:
     assert (run.returncode, run.stdout, run.stderr) == (0, "[]\n", "")
 
 
+@pytest.mark.parametrize("name", ["KeyboardInterrupt", "RuntimeError"])
+def test_what_ends_the_import_of_numpy_is_not_replaced(name: str, tmp_path: Path) -> None:
+    """Ctrl-C among them. NumPy's own C macro makes an ImportError of all that is raised."""
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text(f"raise {name}('while NumPy was imported')\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"try:\n    import arctic_rl_c\nexcept {name} as error:\n    print(error)\n"
+    )
+    run = run_python(code)
+    assert run.stdout == "while NumPy was imported\n", run.stderr
+
+
 def test_importing_again_makes_a_second_module() -> None:
     """Multi-phase init: each module object has its own types, and the first one can die."""
     code = (

@@ -72,8 +72,10 @@ static int
 module_exec(PyObject *module)
 {
     arl_state_t *state = arl_state_from_module(module);
+    PyObject *numpy = PyImport_ImportModule("numpy"); /* whose macro makes all errors one */
 
-    if (PyArray_ImportNumPyAPI() < 0 || module_add_names(state) < 0) {
+    Py_XDECREF(numpy);
+    if (numpy == NULL || PyArray_ImportNumPyAPI() < 0 || module_add_names(state) < 0) {
         return -1;
     }
 #define ARL_FEATURE_EXEC(feature)                                                                  \
