@@ -414,6 +414,17 @@ def test_nested_metrics_that_are_no_numbers_are_the_last() -> None:
     )
     assert result["loss"] != result["loss"], "NaN is passed on"
     assert result["metrics"] == {"who": "b", "mixed": ["x"]}
+    result = reduced("final", ({"loss": 1.0, "tokens": 10**400}, {}), ({"loss": 10**400}, {}))
+    assert result["loss"] == result["metrics"]["tokens"] == 10**400, "no float can hold it"
+
+
+def test_a_failure_after_the_last_step_says_so() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(RecursionError) as caught:
+        reduced("final", ({"loss": endless}, {}), ({"loss": 1.0}, {}))
+    [note] = caught.value.__notes__
+    assert note.endswith("failed in making one of the metrics, after all 2 optimizer steps")
 
 
 def test_metrics_of_arrays_are_means_of_all_elements() -> None:

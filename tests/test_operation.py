@@ -498,6 +498,12 @@ def test_an_exception_without_notes_still_comes_through() -> None:
 
 BAD_ANSWERS = [
     ("fwd_no_grad", 7, "answer to fwd_no_grad \\(a int\\) has no 'batch'"),
+    ("fwd_no_grad", [1], "answer to fwd_no_grad \\(a list\\) has no 'batch'"),
+    ("fwd_no_grad", "text", "answer to fwd_no_grad \\(a str\\) has no 'batch'"),
+    ("fwd_no_grad", {"batch": [1], "metrics": {}}, "has no 'logprobs'"),
+    ("fwd_bwd", (), "answer to fwd_bwd \\(a tuple\\) has no 'metrics'"),
+    ("fwd_bwd", b"x", "answer to fwd_bwd \\(a bytes\\) has no 'metrics'"),
+    ("fwd_bwd", {"metrics": [("loss", 1)]}, "metrics in the server's answer to fwd_bwd are a list"),
     ("fwd_no_grad", {"metrics": {}}, "has no 'batch'"),
     ("fwd_no_grad", {"batch": {}, "metrics": {}}, "has no 'logprobs'"),
     ("fwd_no_grad", {"batch": {"logprobs": [1.0]}, "metrics": {}}, "logprobs: expected a torch"),

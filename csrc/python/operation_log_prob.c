@@ -7,12 +7,20 @@
 
 /* ---- answers, for all kinds ------------------------------------------------------------------ */
 
+/* What may be asked for a key: whatever has items, but sequences, whose places are numbers. */
+static bool
+has_keys(PyObject *object)
+{
+    return PyMapping_Check(object) && !PyList_Check(object) && !PyTuple_Check(object) &&
+           !PyUnicode_Check(object) && !PyBytes_Check(object) && !PyByteArray_Check(object);
+}
+
 PyObject *
 arl_operation_member(arl_operation_t *op, PyObject *answer, PyObject *name, const char *method)
 {
     PyObject *member = NULL;
 
-    if (PyMapping_Check(answer)) {
+    if (has_keys(answer)) {
         member = PyObject_GetItem(answer, name);
         if (member != NULL || !PyErr_ExceptionMatches(PyExc_LookupError)) {
             return member;
@@ -33,7 +41,7 @@ arl_operation_metrics(arl_operation_t *op, PyObject *answer, const char *method)
     if (member == NULL) {
         return NULL;
     }
-    if (!PyMapping_Check(member)) {
+    if (!has_keys(member)) {
         (void)arl_raise_format(
             op->state, ARL_ERR_PAYLOAD, op->name,
             "%s: metrics in the server's answer to %s are a %s, a dict is needed", op->name, method,

@@ -74,7 +74,11 @@ mean_add(arl_state_t *state, mean_t *mean, PyObject *value)
         const double number = PyFloat_AsDouble(value);
 
         if (number == -1.0 && PyErr_Occurred()) {
-            return -1;
+            if (!PyErr_ExceptionMatches(PyExc_OverflowError)) {
+                return -1;
+            }
+            PyErr_Clear(); /* steps that were taken do not fail for a number without a mean */
+            return 0;
         }
         mean->sum += number;
         mean->count++;
@@ -368,6 +372,13 @@ update_describe(const arl_operation_t *op, char *text, size_t size)
     const int64_t index = op->steps_done - (op->stepping && op->steps_done > 0 &&
                                             PyList_GET_SIZE(op->answers) < op->steps_done);
 
+    if (index == op->steps) {
+        (void)snprintf(text, size,
+                       "failed in making one of the metrics, after all %lld optimizer "
+                       "steps",
+                       (long long)op->steps);
+        return;
+    }
     (void)snprintf(text, size,
                    "failed in %s of mini-batch %lld of %lld (epoch %lld of %lld), after %lld of "
                    "%lld optimizer steps",
