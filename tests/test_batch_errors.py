@@ -385,6 +385,11 @@ def test_sizes_that_are_no_sizes() -> None:
         refused(pad(INPUT, PROMPTS, RESPONSES, **{name: 2.0}), "float", error=TypeError)
         refused(pad(INPUT, PROMPTS, RESPONSES, **{name: 2**64}), error=OverflowError)
     refused(lambda: left_pad(DENSE, -1), "'width' must not be negative", error=ValueError)
+    refused(
+        pad(INPUT, PROMPTS, RESPONSES, prompt_width="8"),
+        "pad_prompt_response() argument 'prompt_width' must be an integer, not str",
+        error=TypeError,
+    )
     refused(lambda: left_pad(DENSE, None), "'width' must be an integer", error=TypeError)
     refused(lambda: left_pad(DENSE, 2**61), "does not fit", error=OverflowError)
 

@@ -12,6 +12,8 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ import torch
 import offers
 import peers
 from arctic_rl_c import (
+    Binding,
     ClosedError,
     PeerTimeoutError,
     SyncStats,
@@ -458,6 +461,11 @@ def test_tensors_that_come_later_need_a_stream() -> None:
 BAD_PARAMS = [
     ({}, ValueError, "no parameters"),
     (5, TypeError, "iterable"),
+    (None, TypeError, "expected a mapping of name to tensor, .* got NoneType"),
+    ("abc", TypeError, "expected a mapping of name to tensor, .* got str"),
+    (b"abc", TypeError, "expected a mapping of name to tensor, .* got bytes"),
+    (np.ones(3), TypeError, "pairs"),
+    (torch.ones(3), TypeError, "pairs"),
     ([1], TypeError, "pairs"),
     ([("a",)], TypeError, "pairs"),
     ([(1, np.ones(1))], TypeError, "pairs"),
@@ -509,11 +517,11 @@ def test_destinations_are_writable() -> None:
         WeightReceiver({"w": np.ones(3)}).pull(sender.offer())
 
 
-@pytest.mark.parametrize("timeout", [-1, math.inf, math.nan, "soon"])
+@pytest.mark.parametrize("timeout", [-1, math.inf, math.nan, "soon", 1e300, 1e9 + 1, 10**400])
 def test_every_wait_has_an_end(timeout: object) -> None:
     error = TypeError if isinstance(timeout, str) else ValueError
     for role in (WeightSender, WeightReceiver):
-        with pytest.raises(error):
+        with pytest.raises(error, match=r"^timeout: expected .* got (str|-?\d|inf|nan)"):
             role(source(), timeout=timeout)
     with WeightSender(source()) as sender, WeightReceiver(source()) as receiver:
         for call in (sender.offer, sender.serve, sender.release):
@@ -523,6 +531,37 @@ def test_every_wait_has_an_end(timeout: object) -> None:
             receiver.pull(b"", timeout=timeout)
         with pytest.raises(error):
             receiver.views(b"", timeout=timeout)
+
+
+def test_integers_are_named() -> None:
+    """Whichever argument is none, or out of range: the message says which, and of which call."""
+    weights = {"w": np.ones(3)}
+    makes: dict[str, Callable[[Any], object]] = {
+        "WeightSender: receivers": lambda n: WeightSender(weights, receivers=n),
+        "WeightSender: senders": lambda n: WeightSender(weights, senders=n),
+        "WeightSender: ring_bytes": lambda n: WeightSender(weights, ring_bytes=n),
+        "WeightSender: device": lambda n: WeightSender(weights, device=n),
+        "offer: version": lambda n: WeightSender(weights).offer(version=n),
+        "join: rank": lambda n: WeightSender(weights).join(b"", n),
+        "w: dim of a Binding": lambda n: WeightReceiver({"w": Binding(np.ones(3), n, 0, 3)}),
+        "w: start of a Binding": lambda n: WeightReceiver({"w": Binding(np.ones(3), 0, n, 3)}),
+        "w: full of a Binding": lambda n: WeightReceiver({"w": Binding(np.ones(3), 0, 0, n)}),
+        "w: a size of its shape": lambda n: WeightSender({"w": ("float32", (n,))}),
+    }
+    for name, make in makes.items():
+        for odd in ("x", 1.5, [1]):
+            with pytest.raises(
+                TypeError, match=rf"^{name} is an integer, not {type(odd).__name__}$"
+            ):
+                make(odd)
+        for huge in (2**64, -(2**64)):
+            with pytest.raises(OverflowError, match=rf"^{name} is .* to .*, not {huge}"):
+                make(huge)
+    for name in ("receivers", "senders"):
+        with pytest.raises(ValueError, match=rf"^WeightSender: {name} is 1 to \d+, not 0$"):
+            WeightSender(weights, **{name: 0})
+    with pytest.raises(TypeError, match=r"w: expected \(dtype, shape\) with a sequence of sizes"):
+        WeightSender({"w": ("float32", 5)})
 
 
 class Pairless(dict[str, str]):

@@ -16,9 +16,6 @@ enum {
 
 static const int64_t NS_PER_S = 1000000000;
 
-/* Longer than this (about 31 years) is no limit in practice, and keeps the sums from wrapping. */
-static const double SECONDS_MAX = 1e9;
-
 int64_t
 arl_clock_ns(void)
 {
@@ -39,8 +36,8 @@ arl_deadline_start(arl_deadline_t *deadline, double seconds)
         deadline->limit_ns = -1;
     }
     else if (seconds > 0) {
-        if (seconds > SECONDS_MAX) {
-            seconds = SECONDS_MAX;
+        if (seconds > ARL_SECONDS_MAX) {
+            seconds = ARL_SECONDS_MAX;
         }
         deadline->limit_ns = (int64_t)(seconds * 1e9);
     }

@@ -21,10 +21,14 @@ typedef struct arl_deadline {
     int64_t next_interrupt_check_ns;
 } arl_deadline_t;
 
+/* The longest deadline, in seconds: about 31 years, so that sums of nanoseconds do not wrap. */
+enum { ARL_SECONDS_MAX = 1000000000 };
+
 /* Monotonic nanoseconds since an arbitrary point. */
 int64_t arl_clock_ns(void);
 
-/* `seconds` < 0: no limit (only tests and tools do that). Not-a-number counts as 0. */
+/* `seconds` < 0: no limit (only tests and tools do that). Not-a-number counts as 0, more than
+ * ARL_SECONDS_MAX as that. */
 void arl_deadline_start(arl_deadline_t *deadline, double seconds);
 
 bool arl_deadline_expired(const arl_deadline_t *deadline);

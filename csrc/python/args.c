@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "python/args.h"
 
+#include "python/tensor.h"
+
 static int
 bind_keyword(const arl_signature_t *signature, PyObject *name, PyObject *value, PyObject **bound)
 {
@@ -63,6 +65,11 @@ arl_args_size(const arl_signature_t *signature, int index, PyObject *value, int6
         *size_p = fallback;
         return 0;
     }
+    if (!PyIndex_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "%s() argument '%s' must be an integer, not %s",
+                     signature->function, signature->names[index], arl_type_name(value));
+        return -1;
+    }
     size = PyNumber_AsSsize_t(value, PyExc_OverflowError);
     if (size == -1 && PyErr_Occurred()) {
         return -1;
@@ -73,6 +80,36 @@ arl_args_size(const arl_signature_t *signature, int index, PyObject *value, int6
         return -1;
     }
     *size_p = size;
+    return 0;
+}
+
+int
+arl_args_integer(const char *function, const char *name, PyObject *value, int64_t low, int64_t high,
+                 int64_t *number_p)
+{
+    PyObject *index;
+    long long number;
+    int overflow;
+
+    if (!PyIndex_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "%s: %s is an integer, not %s", function, name,
+                     arl_type_name(value));
+        return -1;
+    }
+    index = PyNumber_Index(value);
+    if (index == NULL) {
+        return -1;
+    }
+    number = PyLong_AsLongLongAndOverflow(index, &overflow);
+    if (overflow != 0 || number < low || number > high) {
+        PyErr_Format(overflow != 0 ? PyExc_OverflowError : PyExc_ValueError,
+                     "%s: %s is %lld to %lld, not %R%s", function, name, (long long)low,
+                     (long long)high, index, overflow > 0 ? ", which is too big" : "");
+        Py_DECREF(index);
+        return -1;
+    }
+    Py_DECREF(index);
+    *number_p = number;
     return 0;
 }
 

@@ -27,6 +27,11 @@ int arl_args_bind(const arl_signature_t *signature, PyObject *const *args, Py_ss
 int arl_args_size(const arl_signature_t *signature, int index, PyObject *value, int64_t fallback,
                   int64_t *size_p);
 
+/* An integer from `low` to `high`; `function` and `name` are for the message. TypeError when it is
+ * no integer, ValueError when it is not in the range, OverflowError when not even in 64 bits. */
+int arl_args_integer(const char *function, const char *name, PyObject *value, int64_t low,
+                     int64_t high, int64_t *number_p);
+
 /* A flag by its truth: NULL gives `fallback`. */
 int arl_args_flag(PyObject *value, bool fallback, bool *flag_p);
 

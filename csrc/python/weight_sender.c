@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "python/args.h"
 #include "python/errors.h"
 #include "python/weight_feed.h"
 #include "python/weights.h"
 
 #include "transport/arl_sender.h"
 
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -37,8 +39,8 @@ read_wish(PyObject *value, const char *name, int *wish_p)
 }
 
 static int
-read_options(weight_sender_t *self, PyObject *const *wishes, PyObject *transport, long receivers,
-             long senders, PyObject *timeout, PyObject *verify, long long ring_bytes)
+read_options(weight_sender_t *self, PyObject *const *wishes, PyObject *transport, PyObject *timeout,
+             PyObject *verify)
 {
     arl_choice_t *choice = &self->sender.choice;
 
@@ -49,23 +51,6 @@ read_options(weight_sender_t *self, PyObject *const *wishes, PyObject *transport
         arl_verify_from(verify, &self->sender.verify) < 0) {
         return -1;
     }
-    if (receivers < 1 || receivers > ARL_OFFER_RECEIVERS_MAX) {
-        PyErr_Format(PyExc_ValueError, "WeightSender: receivers is 1 to %d, not %ld",
-                     (int)ARL_OFFER_RECEIVERS_MAX, receivers);
-        return -1;
-    }
-    if (senders < 1 || senders > ARL_OFFER_SENDERS_MAX) {
-        PyErr_Format(PyExc_ValueError, "WeightSender: senders is 1 to %d, not %ld",
-                     (int)ARL_OFFER_SENDERS_MAX, senders);
-        return -1;
-    }
-    if (ring_bytes < 0) {
-        PyErr_Format(PyExc_ValueError, "WeightSender: ring_bytes is %lld", ring_bytes);
-        return -1;
-    }
-    self->sender.receivers = (uint32_t)receivers;
-    self->sender.senders = (uint32_t)senders;
-    self->sender.ring_bytes = ring_bytes;
     self->transport_name = Py_NewRef(transport);
     if (transport != Py_None) {
         choice->transport = PyUnicode_AsUTF8(transport);
@@ -76,25 +61,54 @@ read_options(weight_sender_t *self, PyObject *const *wishes, PyObject *transport
     return 0;
 }
 
+/* NULL leaves a default. */
+static int
+read_counts(weight_sender_t *self, PyObject *receivers, PyObject *senders, PyObject *ring_bytes)
+{
+    static const char call[] = "WeightSender";
+    int64_t number;
+
+    self->sender.receivers = 1;
+    self->sender.senders = 1;
+    if (receivers != NULL) {
+        if (arl_args_integer(call, "receivers", receivers, 1, ARL_OFFER_RECEIVERS_MAX, &number) <
+            0) {
+            return -1;
+        }
+        self->sender.receivers = (uint32_t)number;
+    }
+    if (senders != NULL) {
+        if (arl_args_integer(call, "senders", senders, 1, ARL_OFFER_SENDERS_MAX, &number) < 0) {
+            return -1;
+        }
+        self->sender.senders = (uint32_t)number;
+    }
+    if (ring_bytes != NULL) {
+        if (arl_args_integer(call, "ring_bytes", ring_bytes, 0, INT64_MAX, &number) < 0) {
+            return -1;
+        }
+        self->sender.ring_bytes = number;
+    }
+    return 0;
+}
+
 /* Tensors that come later will be on `device`, or where the first one that is there is. */
 static int
 place_specifications(arl_params_t *params, PyObject *device)
 {
-    long ordinal = 0;
+    int64_t ordinal = 0;
 
     if (device != Py_None) {
-        PyObject *index =
-            PyLong_Check(device) ? Py_NewRef(device) : PyObject_GetAttrString(device, "index");
+        PyObject *index = PyObject_GetAttrString(device, "index"); /* torch.device has one */
+        int status;
 
-        if (index == NULL) {
-            return -1;
+        if (index == NULL || PyCallable_Check(index)) { /* a str's is a method */
+            PyErr_Clear();
+            Py_XSETREF(index, Py_NewRef(device));
         }
-        ordinal = PyLong_AsLong(index);
+        status = arl_args_integer("WeightSender", "device", index, 0, INT_MAX, &ordinal);
         Py_DECREF(index);
-        if (ordinal < 0) {
-            if (!PyErr_Occurred()) {
-                PyErr_Format(PyExc_ValueError, "WeightSender: device=%ld", ordinal);
-            }
+        if (status < 0) {
             return -1;
         }
     }
@@ -120,15 +134,14 @@ weight_sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                             "device",    "senders",  NULL};
     PyObject *params, *transport = Py_None, *timeout = NULL, *verify = NULL, *device = Py_None;
     PyObject *wishes[3] = {NULL, NULL, NULL};
-    long receivers = 1, senders = 1;
-    long long ring_bytes = 0;
+    PyObject *receivers = NULL, *senders = NULL, *ring_bytes = NULL;
     int keep_mapped = 0;
     arl_error_t err = ARL_ERROR_INIT;
     arl_state_t *state = arl_state_from_type(type);
     weight_sender_t *self;
 
     if (state == NULL || !PyArg_ParseTupleAndKeywords(
-                             args, kwargs, "O|$OOOlOOOLpOl:WeightSender", names, &params,
+                             args, kwargs, "O|$OOOOOOOOpOO:WeightSender", names, &params,
                              &wishes[0], &wishes[1], &transport, &receivers, &wishes[2], &timeout,
                              &verify, &ring_bytes, &keep_mapped, &device, &senders)) {
         return NULL;
@@ -143,8 +156,8 @@ weight_sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         goto release;
     }
     self->sender.keep_mapped = keep_mapped != 0;
-    if (read_options(self, wishes, transport, receivers, senders, timeout, verify, ring_bytes) <
-            0 ||
+    if (read_options(self, wishes, transport, timeout, verify) < 0 ||
+        read_counts(self, receivers, senders, ring_bytes) < 0 ||
         arl_params_read(state, params, ARL_ROLE_SENDER, &self->params) < 0 ||
         place_specifications(&self->params, device) < 0) {
         goto release;
@@ -187,14 +200,28 @@ make_sources(arl_state_t *state, arl_params_t *params)
 static int
 read_version(PyObject *value, uint64_t *version_p)
 {
+    PyObject *index;
+
     *version_p = 0;
     if (value == NULL || value == Py_None) {
         return 0;
     }
-    *version_p = PyLong_AsUnsignedLongLong(value);
-    if (PyErr_Occurred()) {
+    if (!PyIndex_Check(value)) {
+        PyErr_Format(PyExc_TypeError, "offer: version is an integer, not %s", arl_type_name(value));
         return -1;
     }
+    index = PyNumber_Index(value);
+    if (index == NULL) {
+        return -1;
+    }
+    *version_p = PyLong_AsUnsignedLongLong(index);
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_OverflowError, "offer: version is 1 to 2**64 - 1, not %R", index);
+        Py_DECREF(index);
+        return -1;
+    }
+    Py_DECREF(index);
     if (*version_p == 0) {
         PyErr_SetString(PyExc_ValueError, "offer: versions begin at 1");
         return -1;
@@ -337,21 +364,24 @@ weight_sender_join(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"offer", "rank", "timeout", "stream", NULL};
     weight_sender_t *self = (weight_sender_t *)op;
-    PyObject *timeout = NULL, *stream = Py_None, *result = NULL;
+    PyObject *place, *timeout = NULL, *stream = Py_None, *result = NULL;
     arl_state_t *state = arl_state_from_type(Py_TYPE(op));
     void *stream_pointer = NULL;
     Py_buffer offer;
     double seconds;
-    long rank;
+    int64_t rank;
 
-    if (state == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "y*l|$OO:join", names, &offer,
-                                                      &rank, &timeout, &stream)) {
+    if (state == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "y*O|$OO:join", names, &offer,
+                                                      &place, &timeout, &stream)) {
         return NULL;
+    }
+    if (arl_args_integer("join", "rank", place, INT64_MIN, INT64_MAX, &rank) < 0) {
+        goto release_offer;
     }
     if (rank < 1 || rank >= ARL_OFFER_SENDERS_MAX) {
         PyErr_Format(PyExc_ValueError,
-                     "join: rank is 1 to senders - 1, not %ld; rank 0 calls offer() and serve()",
-                     rank);
+                     "join: rank is 1 to senders - 1, not %lld; rank 0 calls offer() and serve()",
+                     (long long)rank);
         goto release_offer;
     }
     if (arl_seconds(timeout, self->timeout, &seconds) < 0 ||

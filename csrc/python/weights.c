@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "python/weights.h"
 
+#include "python/args.h"
 #include "python/errors.h"
 #include "python/tensor_dlpack.h"
 
@@ -102,6 +103,12 @@ param_specify(arl_state_t *state, arl_param_t *param)
     }
     sizes = PySequence_Tuple(shape);
     if (sizes == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError) && Py_TYPE(shape)->tp_iter == NULL) {
+            PyErr_Clear();
+            (void)arl_raise_format(state, ARL_ERR_TYPE, "import tensor",
+                                   "%s: expected (dtype, shape) with a sequence of sizes, got %s",
+                                   param->text, arl_type_name(shape));
+        }
         goto release;
     }
     if (PyTuple_GET_SIZE(sizes) > ARL_VIEW_DIMS_MAX) {
@@ -114,8 +121,9 @@ param_specify(arl_state_t *state, arl_param_t *param)
     view->ndim = (int)PyTuple_GET_SIZE(sizes);
     view->device_type = ARL_DEVICE_CUDA;
     for (int i = 0; i < view->ndim; i++) { /* items are borrowed from sizes */
-        view->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes, i));
-        if (view->shape[i] == -1 && PyErr_Occurred()) {
+        /* borrowed from sizes */
+        if (arl_args_integer(param->text, "a size of its shape", PyTuple_GET_ITEM(sizes, i),
+                             INT64_MIN, INT64_MAX, &view->shape[i]) < 0) {
             goto release;
         }
     }
@@ -137,7 +145,7 @@ static int
 param_bind(arl_state_t *state, arl_param_t *param)
 {
     PyObject *binding = param->object;
-    long long numbers[3];
+    int64_t numbers[3];
 
     if (PyTuple_GET_SIZE(binding) != 4) {
         (void)arl_raise_format(state, ARL_ERR_TYPE, "bind parameters",
@@ -147,15 +155,19 @@ param_bind(arl_state_t *state, arl_param_t *param)
         return -1;
     }
     for (int i = 0; i < 3; i++) { /* items are borrowed from binding */
-        numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(binding, i + 1));
-        if (numbers[i] == -1 && PyErr_Occurred()) {
+        static const char *const names[] = {"dim of a Binding", "start of a Binding",
+                                            "full of a Binding"};
+
+        /* borrowed from binding */
+        if (arl_args_integer(param->text, names[i], PyTuple_GET_ITEM(binding, i + 1), INT64_MIN,
+                             INT64_MAX, &numbers[i]) < 0) {
             return -1;
         }
     }
     if (numbers[0] < 0 || numbers[0] >= ARL_VIEW_DIMS_MAX) {
         (void)arl_raise_format(state, ARL_ERR_VALUE, "bind parameters",
                                "%s: the dimension of a Binding is 0 to %d, not %lld", param->text,
-                               ARL_VIEW_DIMS_MAX - 1, numbers[0]);
+                               ARL_VIEW_DIMS_MAX - 1, (long long)numbers[0]);
         return -1;
     }
     param->dim = (int)numbers[0];
@@ -250,15 +262,42 @@ params_add_pair(arl_state_t *state, arl_params_t *params, PyObject *pair, arl_ro
     return status;
 }
 
+/* The pairs of a mapping, or what gives pairs by itself; a new reference. */
+static PyObject *
+params_items(PyObject *object)
+{
+    PyObject *method;
+
+    if (PyDict_CheckExact(object)) {
+        return PyDict_Items(object);
+    }
+    method = PyObject_GetAttrString(object, "items");
+    if (method != NULL) {
+        Py_SETREF(method, PyObject_CallNoArgs(method));
+        return method;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        return NULL;
+    }
+    PyErr_Clear();
+    if (PyUnicode_Check(object) || PyBytes_Check(object) || PyByteArray_Check(object) ||
+        (Py_TYPE(object)->tp_iter == NULL && !PySequence_Check(object))) {
+        PyErr_Format(PyExc_TypeError,
+                     "parameters: expected a mapping of name to tensor, or an "
+                     "iterable of such pairs, got %s",
+                     arl_type_name(object));
+        return NULL;
+    }
+    return Py_NewRef(object);
+}
+
 int
 arl_params_read(arl_state_t *state, PyObject *object, arl_role_t role, arl_params_t *params_p)
 {
     arl_params_t params = {0};
     PyObject *items, *iterator, *pair;
 
-    items = PyMapping_Check(object) && !PyList_Check(object) && !PyTuple_Check(object)
-                ? PyMapping_Items(object)
-                : Py_NewRef(object);
+    items = params_items(object);
     iterator = items == NULL ? NULL : PyObject_GetIter(items);
     Py_XDECREF(items);
     if (iterator == NULL) {
@@ -482,11 +521,22 @@ arl_seconds(PyObject *value, double fallback, double *seconds_p)
     }
     seconds = PyFloat_AsDouble(value);
     if (seconds == -1.0 && PyErr_Occurred()) {
-        return -1;
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_TypeError, "timeout: expected a number of seconds, got %s",
+                         arl_type_name(value));
+            return -1;
+        }
+        if (!PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        seconds = HUGE_VAL;
     }
-    if (!isfinite(seconds) || seconds < 0) {
-        PyErr_Format(PyExc_ValueError, "timeout: expected seconds, finite and not negative, got %R",
-                     value);
+    if (!isfinite(seconds) || seconds < 0 || seconds > ARL_SECONDS_MAX) {
+        PyErr_Format(PyExc_ValueError,
+                     "timeout: expected seconds, finite, not negative and at most %lld, got %R",
+                     (long long)ARL_SECONDS_MAX, value);
         return -1;
     }
     *seconds_p = seconds;
