@@ -914,6 +914,18 @@ def test_blocks_of_which_little_is_read_are_named_by_key() -> None:
     }
 
 
+def test_parts_of_a_checkpoint_are_named() -> None:
+    parts = "actor_rollout_ref__actor__checkpoint"
+    whole = ["extra", "model", "hf_model", "optimizer"]
+    tree = config(**{parts: {"save_contents": whole, "load_contents": whole}})
+    assert warnings_of(tree) == {}
+    tree = config(**{parts: {"save_contents": ["model"], "load_contents": ["model", 3, "extra"]}})
+    found = warnings_of(tree)
+    prefix = "actor_rollout_ref.actor.checkpoint."
+    assert list(found) == [prefix + "save_contents", prefix + "load_contents"]
+    assert found[prefix + "save_contents"].startswith("a list of 1: no effect on what it leaves")
+
+
 DISTORTED = {
     "actor_rollout_ref.rollout.temperature": (
         config(actor_rollout_ref__rollout__temperature=0.7),

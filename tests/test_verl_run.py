@@ -255,6 +255,13 @@ def test_checkpoints_and_their_retention(plugin: Plugin, tmp_path: Path) -> None
         plugin.make_worker(role="ref").save_checkpoint(str(path))
 
 
+def test_a_model_for_others_beside_the_checkpoint(plugin: Plugin, tmp_path: Path) -> None:
+    config = main_config()
+    config["actor_rollout_ref"]["actor"]["checkpoint"] = {"save_contents": ["model", "hf_model"]}
+    plugin.make_worker(config).save_checkpoint(str(tmp_path / "actor"), None, 2)
+    assert (tmp_path / "actor" / "step_2" / "hf" / "config.json").is_file()
+
+
 def test_a_worker_that_cannot_be(plugin: Plugin) -> None:
     config = main_config()
     with pytest.raises(KeyError, match="backend_handle"):

@@ -237,6 +237,51 @@ is_empty(const arl_node_t *node)
            (node->kind == ARL_NODE_LIST && node->as.list.count == 0);
 }
 
+/* Whether a list, where there is one, lacks a part of a whole checkpoint. */
+static bool
+is_partial(const arl_node_t *list)
+{
+    static const char *const parts[] = {"model", "optimizer", "extra"};
+    size_t found = 0;
+
+    if (list == NULL || list->kind != ARL_NODE_LIST) {
+        return false;
+    }
+    for (size_t part = 0; part < sizeof(parts) / sizeof(parts[0]); part++) {
+        for (size_t i = 0; i < list->as.list.count; i++) {
+            const arl_node_t *item = list->as.list.items[i];
+
+            if (item->kind == ARL_NODE_TEXT && strcmp(item->as.text.data, parts[part]) == 0) {
+                found++;
+                break;
+            }
+        }
+    }
+    return found < sizeof(parts) / sizeof(parts[0]);
+}
+
+/* Checkpoints are whole, both ways. */
+static arl_status_t
+warn_checkpoint(const warner_t *warn)
+{
+    arl_status_t status = ARL_OK;
+
+    if (is_partial(node_at(warn, ACTOR "checkpoint.save_contents"))) {
+        ARL_CHECK_GOTO(status,
+                       add(warn, ACTOR "checkpoint.save_contents",
+                           "no effect on what it leaves out: the server writes model, optimizer "
+                           "and schedule"),
+                       out);
+    }
+    if (is_partial(node_at(warn, ACTOR "checkpoint.load_contents"))) {
+        status = add(warn, ACTOR "checkpoint.load_contents",
+                     "no effect on what it leaves out: the server loads model, optimizer and "
+                     "schedule");
+    }
+out:
+    return status;
+}
+
 /* Blocks of which one key, or none, is read. */
 static arl_status_t
 warn_blocks(const warner_t *warn)
@@ -423,6 +468,7 @@ arl_config_tree_warnings(arl_tree_t *tree, arl_node_t *list, arl_error_t *err)
     warn.zorro = is_true(&warn, "remote_backend.train.zorro_train.enable");
     ARL_CHECK_GOTO(status, warn_ignored(&warn), out);
     ARL_CHECK_GOTO(status, warn_blocks(&warn), out);
+    ARL_CHECK_GOTO(status, warn_checkpoint(&warn), out);
     ARL_CHECK_GOTO(status, warn_distorted(&warn), out);
     if (warn.seed) {
         status = warn_seed(&warn);

@@ -189,7 +189,11 @@ class ArcticWorker(Worker, DistProfilerExtension):  # type: ignore[misc]  # verl
         if hdfs_path is not None:
             raise ValueError("trainer.default_hdfs_dir is not supported: checkpoints are local")
         path = str(Path(local_path).absolute())
-        _run(self._require_backend().save_checkpoint(path, step=int(global_step)))
+        backend = self._require_backend()
+        contents = backend.config["actor_rollout_ref"]["actor"].get("checkpoint") or {}
+        # Named where it is asked for alone: not every server knows it.
+        wanted = {"export_hf": True} if "hf_model" in (contents.get("save_contents") or ()) else {}
+        _run(backend.save_checkpoint(path, step=int(global_step), **wanted))
         if max_ckpt_to_keep is not None:
             remove_oldest(Path(path), int(max_ckpt_to_keep))
 
