@@ -68,7 +68,7 @@ class RecordingTrainer:
 class RecordingSampler(RecordingTrainer):
     OPS = frozenset(
         {"generate", "sleep", "wake", "reset_prefix_cache", "pull_weights", "weights_digest"}
-        | {"describe", "mark_torn"}
+        | {"describe"}
     )
 
     def generate(self, **keywords: Any) -> Any:

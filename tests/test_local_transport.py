@@ -400,6 +400,7 @@ class ScriptedRole:
 
     def __init__(self, role: str, log: list[str], failing: dict[str, Exception]) -> None:
         self.role, self._log, self._failing = role, log, failing
+        self.pid, self.current = None, None
 
     def submit(self, op: str, **arguments: Any) -> Future[Any]:
         self._log.append(f"{self.role}.{op}" + "".join(arguments.get("tags") or ()))

@@ -22,6 +22,7 @@ import test_golden_transports
 from arctic_rl_c import (
     ArcticRLClient,
     PeerLostError,
+    PeerTimeoutError,
     TornWeightsError,
     WeightSyncError,
     WrongProcessError,
@@ -199,12 +200,21 @@ def test_golden_calls(ray: Any) -> None:
     asyncio.run(transport.shutdown())
 
 
-def test_a_trainer_killed_in_the_middle_of_an_update(ray: Any, tmp_path: Path) -> None:
+def test_a_trainer_that_hangs_and_is_killed_in_an_update(ray: Any, tmp_path: Path) -> None:
     transport = RayTransport(options())
 
     async def work() -> None:
         client = client_of(transport)
         pids = await transport.pids()
+        limited = RayTransport.from_handle(transport.reconnect_handle(), timeouts={"fwd_bwd": 1.0})
+        os.kill(pids["trainer"], signal.SIGSTOP)
+        with pytest.raises(PeerTimeoutError) as late:
+            await limited.fwd_bwd(update_payload())
+        said = f"fwd_bwd: the trainer (pid {pids['trainer']}) gave no answer within 1 s; "
+        assert str(late.value).startswith(said) and late.value.maybe_applied is True
+        os.kill(pids["trainer"], signal.SIGCONT)
+        # It was applied in the end: there are gradients.
+        assert (await limited.step())["metrics"]["grad_norm"] > 0
         assert (await update(client))["metrics"]["grad_norm"] > 0
         await client.save_checkpoint(path=str(tmp_path), step=7)
         digest = (await transport.weights_digests())["trainer"]

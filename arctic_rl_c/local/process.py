@@ -103,6 +103,12 @@ class RoleProcess:
         return None if self._process is None else self._process.pid
 
     @property
+    def current(self) -> str | None:
+        """The op that is with the child, `start` until it has built its role; None when idle."""
+        with self._lock:
+            return None if self._current is None else self._current.op
+
+    @property
     def alive(self) -> bool:
         """Whether the child can be asked."""
         return self._lost is None and not self._closing

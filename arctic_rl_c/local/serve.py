@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -76,7 +77,7 @@ async def _serve(options: ServeOptions, local: LocalOptions, say: Callable[[str]
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     listener = listen(options.host, options.port)  # fails before a model is loaded
-    backend = LocalTransport(local)
+    backend = LocalTransport(local, timeout=math.inf)  # each client has a deadline of its own
     server = HttpServer(backend, listener=listener)
     try:
         starting = asyncio.ensure_future(backend.start())

@@ -8,20 +8,37 @@ server runs over child processes, over actors, and behind an HTTP front end.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from arctic_rl_c import PeerLostError, WeightSyncError
 from arctic_rl_c.local.routing import Router, as_keys, as_prompts, merge_answers, sequences_of
+from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late
 
-_T = TypeVar("_T")
+_Asked = Sequence[tuple["Role", Future[Any]]]
+
+#: What the caller of a server that answers for others gave them, instead of the server's own.
+_SECONDS: ContextVar[float | None] = ContextVar("arctic_rl_c_seconds", default=None)
 
 #: How long the other side of a failed transfer may take to notice by itself.
 _INTERRUPT_SECONDS = 0.25
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Ops that are awaited in this context may take so long, whatever their server allows."""
+    token = _SECONDS.set(seconds)
+    try:
+        yield
+    finally:
+        _SECONDS.reset(token)
 
 
 class Role(Protocol):
@@ -29,8 +46,21 @@ class Role(Protocol):
 
     role: str
 
+    @property
+    def pid(self) -> int | None:
+        """Its process, where that is known."""
+        ...
+
+    @property
+    def current(self) -> str | None:
+        """The op that it is in, None when it is idle."""
+        ...
+
     def submit(self, op: str, **arguments: Any) -> Future[Any]:
-        """Ask for one of the role's ops; the future gives its result or its exception."""
+        """Ask for one of the role's ops; the future gives its result or its exception.
+
+        While it waits for others to end the future can be cancelled; it is then never run.
+        """
         ...
 
     def interrupt(self, op: str) -> None:
@@ -54,6 +84,8 @@ class EmbeddedServer:
         colocated: Whether both roles use one device; None lets the sender find out.
         capacity: Sequences that one of several samplers decodes together; a routing key is
             bound to its sampler while that has fewer in hand.
+        timeout: Seconds that an op may take, with all that it waits for.
+        timeouts: The same for single methods, e.g. `{"generate": 600}`.
     """
 
     def __init__(
@@ -68,6 +100,8 @@ class EmbeddedServer:
         weight_transport: str | None = None,
         colocated: bool | None = None,
         capacity: int = 256,
+        timeout: float = TIMEOUT,
+        timeouts: Mapping[str, float] | None = None,
     ) -> None:
         self._trainer = trainer
         self._samplers = tuple(sampler) if isinstance(sampler, Sequence) else (sampler,)
@@ -75,6 +109,7 @@ class EmbeddedServer:
         self._cuda_ipc, self._low_memory = cuda_ipc, low_memory
         self._sync_timeout, self._verify = sync_timeout, verify_weights
         self._weight_transport, self._colocated = weight_transport, colocated
+        self._timeout, self._timeouts = timeout, dict(timeouts or {})
         # A sync is a sequence over both roles that must reach its end even when its caller is
         # cancelled or its loop closed: it runs on a thread. One at a time.
         self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="arctic_rl_c sync")
@@ -82,6 +117,8 @@ class EmbeddedServer:
         # One for each sync that has not ended, done when it has. Never an exception in these:
         # whoever waits for a sync to end does not ask how.
         self._syncs: set[Future[None]] = set()
+        # What the sync that is running has asked last, and of whom.
+        self._sync_asks: _Asked = ()
         self._closed = False
 
     # -- trainer -----------------------------------------------------------------------------
@@ -90,25 +127,25 @@ class EmbeddedServer:
         self, payload: Mapping[str, Any], reference_model: bool = False
     ) -> dict[str, Any]:
         """See `Trainer.forward`."""
-        return await self._ask(
-            self._trainer, "forward", payload=payload, reference_model=reference_model
+        return await self._ask_trainer(
+            "fwd_no_grad", "forward", payload=payload, reference_model=reference_model
         )
 
     async def fwd_bwd(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         """See `Trainer.forward_backward`."""
-        return await self._ask(self._trainer, "forward_backward", payload=payload)
+        return await self._ask_trainer("fwd_bwd", "forward_backward", payload=payload)
 
     async def step(self) -> dict[str, Any]:
         """See `Trainer.step`."""
-        return await self._ask(self._trainer, "step")
+        return await self._ask_trainer("step", "step")
 
     async def save_checkpoint(self, **kwargs: Any) -> dict[str, Any]:
         """See `Trainer.save_checkpoint`."""
-        return await self._ask(self._trainer, "save_checkpoint", **kwargs)
+        return await self._ask_trainer("save_checkpoint", "save_checkpoint", **kwargs)
 
     async def load_checkpoint(self, **kwargs: Any) -> dict[str, Any]:
         """See `Trainer.load_checkpoint`."""
-        return await self._ask(self._trainer, "load_checkpoint", **kwargs)
+        return await self._ask_trainer("load_checkpoint", "load_checkpoint", **kwargs)
 
     # -- sampler -----------------------------------------------------------------------------
 
@@ -132,9 +169,8 @@ class EmbeddedServer:
             return await self._generate_spread(prompts, sampling_params, routing_key, strict)
         if routing_key is not None:
             as_keys(routing_key, len(as_prompts(prompts)))
-        answer = await self._ask(
-            self._samplers[0], "generate", prompts=prompts, sampling_params=sampling_params
-        )
+        asked = {"prompts": prompts, "sampling_params": sampling_params}
+        [answer] = await self._ask("generate", self._samplers, "generate", **asked)
         results: list[dict[str, Any]] = answer["results"]
         return results
 
@@ -149,9 +185,11 @@ class EmbeddedServer:
         listed = as_prompts(prompts)
         keys, sequences = as_keys(routing_key, len(listed)), sequences_of(sampling_params)
 
-        def submit() -> list[tuple[list[int], Future[Any]]]:
+        shares: list[list[int]] = []
+
+        def ask() -> _Asked:
             places = self._router.place(keys, sequences, strict)
-            shares = []
+            asked = []
             # Nothing to generate is still asked for: the parameters are checked, and the state.
             for index in sorted(set(places)) or [0]:
                 numbers = [number for number, place in enumerate(places) if place == index]
@@ -163,20 +201,20 @@ class EmbeddedServer:
                 )
                 counted = len(numbers) * sequences
                 future.add_done_callback(partial(self._router.done, index, counted))
-                shares.append((numbers, future))
-            return shares
+                shares.append(numbers)
+                asked.append((self._samplers[index], future))
+            return asked
 
-        shares = await self._after_syncs(submit)
-        answers = await _settle(future for _, future in shares)
+        answers = await self._answers("generate", ask)
         results: list[dict[str, Any]] = [{}] * len(listed)
-        for (numbers, _), answer in zip(shares, answers, strict=True):
+        for numbers, answer in zip(shares, answers, strict=True):
             for number, result in zip(numbers, answer["results"], strict=True):
                 results[number] = result
         return results
 
     async def sleep_inference(self, level: int = 1) -> dict[str, Any]:
         """See `Sampler.sleep`."""
-        return {"sampling": await self._ask_samplers("sleep", level=level)}
+        return {"sampling": await self._ask_samplers("sleep_inference", "sleep", level=level)}
 
     async def wake_inference(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
         """See `Sampler.wake`."""
@@ -184,11 +222,11 @@ class EmbeddedServer:
         if tags is not None and not (listed and all(isinstance(tag, str) for tag in tags)):
             raise TypeError(f"wake_inference: tags is a list of text or None, found {tags!r}")
         wanted = None if tags is None else list(tags)
-        return {"sampling": await self._ask_samplers("wake", tags=wanted)}
+        return {"sampling": await self._ask_samplers("wake_inference", "wake", tags=wanted)}
 
     async def reset_prefix_cache(self) -> dict[str, Any]:
         """Forget the states of earlier prompts, once running requests have ended."""
-        return await self._ask_samplers("reset_prefix_cache")
+        return await self._ask_samplers("reset_prefix_cache", "reset_prefix_cache")
 
     # -- both --------------------------------------------------------------------------------
 
@@ -205,8 +243,8 @@ class EmbeddedServer:
         Several samplers pull from one offer. When only some of them got the weights, none
         generates until a sync has succeeded, and each says why.
 
-        Other ops wait for a running sync. A caller that is cancelled stops waiting; the sync
-        goes on to its end.
+        Other ops wait for a running sync. A caller that is cancelled, or whose deadline has
+        passed, stops waiting; a sync that has begun goes on to its end.
 
         Args:
             cuda_ipc: None takes the stored flag.
@@ -237,25 +275,29 @@ class EmbeddedServer:
             ended.set_result(None)
 
         future.add_done_callback(end)
-        # Shielded: a cancelled waiter would otherwise cancel a sync that has not begun.
         waiting = asyncio.wrap_future(future)
         waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
-        result: dict[str, Any] = await asyncio.shield(waiting)
-        return result
+        seconds = self._seconds("sync_weights")
+        await asyncio.wait({waiting}, timeout=_left(time.monotonic() + seconds))
+        if not waiting.done():
+            begun = not future.cancel()
+            raise late("sync_weights", seconds, self._waits_of_sync(begun))
+        return waiting.result()
 
     async def weights_digests(self) -> dict[str, str]:
         """SHA-256 over all weights, by role: `trainer` and `sampler`, or each sampler's own."""
-        answers = await asyncio.gather(*(self._ask(r, "weights_digest") for r in self._everyone()))
+        answers = await self._ask("weights_digests", self._everyone(), "weights_digest")
         return {n: str(a["digest"]) for n, a in zip(self._names(), answers, strict=True)}
 
     async def describe(self) -> dict[str, Any]:
         """Facts about each role, by the names that `weights_digests` has."""
-        answers = await asyncio.gather(*(self._ask(role, "describe") for role in self._everyone()))
+        answers = await self._ask("describe", self._everyone(), "describe")
         return dict(zip(self._names(), answers, strict=True))
 
     async def measure_peak_flops(self) -> float:
         """See `Trainer.measure_peak_flops`."""
-        return float((await self._ask(self._trainer, "measure_peak_flops"))["flops"])
+        op = "measure_peak_flops"
+        return float((await self._ask_trainer(op, op))["flops"])
 
     def close(self) -> None:
         """End the sync thread, after a sync that is running. The roles are their owner's."""
@@ -270,27 +312,77 @@ class EmbeddedServer:
         several = len(self._samplers) > 1
         return ["trainer", *(s.role if several else "sampler" for s in self._samplers)]
 
-    async def _ask(self, role: Role, op: str, **arguments: Any) -> dict[str, Any]:
-        future = await self._after_syncs(lambda: role.submit(op, **arguments))
-        result: dict[str, Any] = await asyncio.wrap_future(future)
+    async def _ask_trainer(self, op: str, name: str, **arguments: Any) -> dict[str, Any]:
+        answers = await self._ask(op, (self._trainer,), name, **arguments)
+        result: dict[str, Any] = answers[0]
         return result
 
-    async def _ask_samplers(self, op: str, **arguments: Any) -> dict[str, Any]:
+    async def _ask_samplers(self, op: str, name: str, **arguments: Any) -> dict[str, Any]:
         """An op that concerns every sampler. It has ended on all of them when this returns."""
-        futures = await self._after_syncs(
-            lambda: [sampler.submit(op, **arguments) for sampler in self._samplers]
-        )
-        return merge_answers(await _settle(futures))
+        return merge_answers(await self._ask(op, self._samplers, name, **arguments))
 
-    async def _after_syncs(self, submit: Callable[[], _T]) -> _T:
+    async def _ask(self, op: str, roles: Sequence[Role], name: str, **arguments: Any) -> list[Any]:
+        """What these roles answer to `name`, which `op` of this server asks them."""
+        return await self._answers(
+            op, lambda: [(role, role.submit(name, **arguments)) for role in roles]
+        )
+
+    async def _answers(self, op: str, ask: Callable[[], _Asked]) -> list[Any]:
+        """The answers of all, when all have ended; raises what the first of them raised.
+
+        Args:
+            op: Of this server.
+            ask: Asks the roles, once no sync is in the way.
+
+        Raises:
+            PeerTimeoutError: The op took too long; says who it waits for.
+        """
+        seconds = self._seconds(op)
+        until = time.monotonic() + seconds
+        asked = await self._after_syncs(op, ask, seconds, until)
+        waiting = [asyncio.wrap_future(future) for _, future in asked]
+        try:
+            _, pending = await asyncio.wait(waiting, timeout=_left(until))
+            if pending:
+                waits = [
+                    _wait_for(role, begun=not future.cancel())  # taken back if not
+                    for (role, future), waiter in zip(asked, waiting, strict=True)
+                    if waiter in pending
+                ]
+                raise late(op, seconds, waits)
+        finally:
+            for waiter in waiting:
+                # What has not begun is not wanted any more; what has does not hear of it.
+                if not waiter.cancel() and not waiter.cancelled():
+                    waiter.exception()  # nobody may be left to look at it
+        failed = [error for waiter in waiting if (error := waiter.exception()) is not None]
+        if failed:
+            raise failed[0]
+        return [waiter.result() for waiter in waiting]
+
+    async def _after_syncs(
+        self, op: str, ask: Callable[[], _Asked], seconds: float, until: float
+    ) -> _Asked:
         # Between its steps a sync has the sampler half awake and the weights on offer. What is
         # handed to a role before a sync begins is done before the sync's own first step.
         while True:
             with self._lock:
                 sync = next(iter(self._syncs), None)
                 if sync is None:
-                    return submit()
-            await asyncio.wrap_future(sync)
+                    return ask()
+            waiter = asyncio.wrap_future(sync)
+            await asyncio.wait({waiter}, timeout=_left(until))
+            if not waiter.done():
+                raise late(op, seconds, self._waits_of_sync(begun=False))
+
+    def _seconds(self, op: str) -> float:
+        given = _SECONDS.get()
+        return self._timeouts.get(op, self._timeout) if given is None else given
+
+    def _waits_of_sync(self, begun: bool) -> list[Wait]:
+        """Who the sync that is running waits for."""
+        roles = [role for role, future in self._sync_asks if not future.done()]
+        return [_wait_for(role, begun) for role in roles] or [Wait("weight sync", None, begun)]
 
     def _sync(self, cuda_ipc: bool, low_memory: bool) -> dict[str, Any]:
         """The sequence of a sync, on its own thread."""
@@ -348,6 +440,7 @@ class EmbeddedServer:
     def _finish(self, serving: Future[Any], pulls: Sequence[Future[Any]]) -> BaseException | None:
         """Wait for both sides of a transfer to end; what broke it, if anything did."""
         every = (serving, *pulls)
+        self._sync_asks = list(zip(self._everyone(), every, strict=True))
         done, _ = wait(every, return_when=FIRST_EXCEPTION)
         failed = [future for future in every if future in done and future.exception() is not None]
         if not failed:
@@ -404,16 +497,16 @@ class EmbeddedServer:
 
     def _do(self, roles: Sequence[Role], op: str, **arguments: Any) -> list[Any]:
         """Have all these roles do it; raises what the first of them raised, when all ended."""
-        futures = [role.submit(op, **arguments) for role in roles]
+        self._sync_asks = [(role, role.submit(op, **arguments)) for role in roles]
+        futures = [future for _, future in self._sync_asks]
         wait(futures)
         return [future.result() for future in futures]
 
 
-async def _settle(futures: Iterable[Future[Any]]) -> list[Any]:
-    """The results of all, when all have ended; raises what the first of them raised."""
-    waiting = [asyncio.wrap_future(future) for future in futures]
-    answers = await asyncio.gather(*waiting, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return answers
+def _wait_for(role: Role, begun: bool) -> Wait:
+    return Wait(role.role, role.pid, begun, role.current)
+
+
+def _left(until: float) -> float | None:
+    """Seconds until then, as asyncio takes them."""
+    return None if until == math.inf else max(0.0, until - time.monotonic())

@@ -30,6 +30,7 @@ from arctic_rl_c.client_config import build_client_config
 from arctic_rl_c.transports import arctic_clients, arctic_errors, http_errors
 from arctic_rl_c.transports.arctic_clients import InnerClient
 from arctic_rl_c.transports.arctic_package import ArcticPackage, find_client
+from arctic_rl_c.transports.deadline import TIMEOUT
 from arctic_rl_c.transports.dense import dense_payload
 from arctic_rl_c.transports.lane import Lane, LaneTimeoutError, wait_for
 from arctic_rl_c.transports.results import with_token_ids
@@ -38,7 +39,6 @@ __all__ = ["ArcticTransport"]
 
 _log = logging.getLogger("arctic_rl_c.transports.arctic")
 _END_SECONDS = 10.0
-_TIMEOUT = 1800.0
 
 
 class ArcticTransport:
@@ -83,7 +83,7 @@ class ArcticTransport:
         config: Mapping[str, Any],
         *,
         url: str | None = None,
-        timeout: float = _TIMEOUT,
+        timeout: float = TIMEOUT,
         timeouts: Mapping[str, float] | None = None,
         start_timeout: float = 2400.0,
     ) -> None:
@@ -95,7 +95,7 @@ class ArcticTransport:
         if url is not None:
             arctic_clients.point_at(fields, package.generation, *_host_and_port(url, remote))
         longest = max([timeout, *(timeouts or {}).values()])
-        if final and longest > _TIMEOUT:
+        if final and longest > TIMEOUT:
             fields["request_timeout"] = longest  # the client's own, which would come first
         self._set_up(package, fields, timeout, timeouts, start_timeout)
         self.owner = True
@@ -144,7 +144,7 @@ class ArcticTransport:
         cls,
         handle: Mapping[str, Any],
         *,
-        timeout: float = _TIMEOUT,
+        timeout: float = TIMEOUT,
         timeouts: Mapping[str, float] | None = None,
         start_timeout: float = 2400.0,
     ) -> ArcticTransport:

@@ -27,6 +27,7 @@ except ImportError as error:  # pragma: no cover - depends on what is installed
     raise ImportError(
         f"{error}; the HTTP transport needs: pip install 'arctic_rl_c[http]'"
     ) from error
+from arctic_rl_c.transports.deadline import TIMEOUT
 from arctic_rl_c.transports.dense import dense_payload
 from arctic_rl_c.transports.http_jobs import JOB_TYPES, initialize_payloads
 from arctic_rl_c.transports.results import with_token_ids
@@ -97,10 +98,10 @@ class HttpTransport:
         jobs: Mapping[str, int | str] | None = None,
         config: Mapping[str, Any] | None = None,
         generation: Literal["auto", "final", "seed"] = "auto",
-        timeout: float = 1800.0,
+        timeout: float = TIMEOUT,
         timeouts: Mapping[str, float] | None = None,
         connect_timeout: float = 10.0,
-        job_ready_timeout: float = 1800.0,
+        job_ready_timeout: float = TIMEOUT,
         max_request_bytes: int | None = None,
         max_response_bytes: int = 1 << 36,
         retries: int = 4,

@@ -45,7 +45,7 @@ def complete(
 
 def lost(op: str, url: str, reason: str, maybe_applied: bool) -> PeerLostError:
     """The server went away, or never was there."""
-    text = f"{op}: {reason} ({url}); {_consequence(op, maybe_applied)}"
+    text = f"{op}: {reason} ({url}); {consequence(op, maybe_applied)}"
     error = PeerLostError(text)
     complete(error, "ARL_ERR_PEER_LOST", op, maybe_applied=maybe_applied)
     return error
@@ -54,7 +54,7 @@ def lost(op: str, url: str, reason: str, maybe_applied: bool) -> PeerLostError:
 def timed_out(op: str, url: str, seconds: float, maybe_applied: bool) -> PeerTimeoutError:
     """The answer did not come in time."""
     text = (
-        f"{op}: no answer from {url} within {seconds:g} s; {_consequence(op, maybe_applied)}. "
+        f"{op}: no answer from {url} within {seconds:g} s; {consequence(op, maybe_applied)}. "
         "Raise timeouts={...} if the server needs longer"
     )
     error = PeerTimeoutError(text)
@@ -95,7 +95,8 @@ _CURES = {
 }
 
 
-def _consequence(op: str, maybe_applied: bool) -> str:
+def consequence(op: str, maybe_applied: bool) -> str:
+    """What state is left by an op without an answer, and what to do."""
     if not maybe_applied:
         return "nothing was changed by it"
     cure = _CURES.get(op, "look at the server's state before going on")

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from arctic_rl_c.local.options import ROLE_FACTORY, LocalOptions, as_dict
 from arctic_rl_c.local.process import RoleProcess
 from arctic_rl_c.local.server import EmbeddedServer
+from arctic_rl_c.transports.deadline import TIMEOUT
 
 
 class LocalTransport(EmbeddedServer):
@@ -22,6 +23,8 @@ class LocalTransport(EmbeddedServer):
 
     Args:
         options: A `LocalOptions`, or a normalised main config to derive them from.
+        timeout: Seconds that an op may take, with all that it waits for; `math.inf` for ever.
+        timeouts: The same for single methods, e.g. `{"generate": 600}`.
 
     Raises:
         ConfigError: An option is wrong.
@@ -40,7 +43,13 @@ class LocalTransport(EmbeddedServer):
     #: What builds a role in its process; tests have others.
     _factory = ROLE_FACTORY
 
-    def __init__(self, options: LocalOptions | Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        options: LocalOptions | Mapping[str, Any],
+        *,
+        timeout: float = TIMEOUT,
+        timeouts: Mapping[str, float] | None = None,
+    ) -> None:
         if not isinstance(options, LocalOptions):
             options = LocalOptions.from_config(options)
         for model in (options.trainer_model, options.sampler_model):
@@ -69,6 +78,8 @@ class LocalTransport(EmbeddedServer):
             verify_weights=options.verify_weights,
             weight_transport=options.weight_transport,
             colocated=options.trainer_model.device == options.sampler_model.device,
+            timeout=timeout,
+            timeouts=timeouts,
         )
 
     async def start(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from arctic_rl_c import ClosedError, ConfigError, PeerLostError, TransportUnavailableError
 from arctic_rl_c.local.options import ROLE_FACTORY, LocalOptions, as_dict
 from arctic_rl_c.local.remote_errors import rebuild_error
+from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late
 from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.ray_actors import ServerActor, lost
 from arctic_rl_c.transports.ray_data import pack, unpack
@@ -20,6 +22,8 @@ from arctic_rl_c.transports.ray_watch import identify
 #: Ops of the server that may wait side by side.
 _CONCURRENCY = 4096
 _CLOSE_SECONDS = 15.0
+#: How much later than its deadline the server's word of it may come.
+_GRACE_SECONDS = 5.0
 
 
 class RayTransport:
@@ -38,6 +42,8 @@ class RayTransport:
         colocate: Both roles on one GPU; None takes the config's, else True.
         samplers: How many samplers share the prompts; None takes the config's
             `remote_backend.sampling_gpus`, else 1.
+        timeout: Seconds that an op may take, with all that it waits for; `math.inf` for ever.
+        timeouts: The same for single methods, e.g. `{"generate": 600}`.
 
     Raises:
         TransportUnavailableError: Ray is not installed, or no cluster is connected.
@@ -59,6 +65,8 @@ class RayTransport:
         *,
         colocate: bool | None = None,
         samplers: int | None = None,
+        timeout: float = TIMEOUT,
+        timeouts: Mapping[str, float] | None = None,
     ) -> None:
         ray = _connected_ray()
         gpus = ray.cluster_resources().get("GPU", 0)
@@ -87,10 +95,16 @@ class RayTransport:
         self._server = remote.options(
             num_cpus=0, max_concurrency=_CONCURRENCY, scheduling_strategy=here
         ).remote(as_dict(options), resources, colocated, identify(), self._factory)
-        self._client = _new_client()
+        self._set_up(timeout, timeouts)
 
     @classmethod
-    def from_handle(cls, handle: Mapping[str, Any]) -> RayTransport:
+    def from_handle(
+        cls,
+        handle: Mapping[str, Any],
+        *,
+        timeout: float = TIMEOUT,
+        timeouts: Mapping[str, float] | None = None,
+    ) -> RayTransport:
         """Attach to what `reconnect_handle` describes. What is attached never ends the server."""
         if handle.get("transport") != cls.name or "server" not in handle:
             raise ConfigError(f"this is no handle of a {cls.__name__}: {sorted(handle)}")
@@ -105,8 +119,12 @@ class RayTransport:
         self.owner = False
         self.serves_reference = bool(handle["serves_reference"])
         self._server, self._closed, self._placement = handle["server"], False, None
-        self._client = _new_client()
+        self._set_up(timeout, timeouts)
         return self
+
+    def _set_up(self, timeout: float, timeouts: Mapping[str, float] | None) -> None:
+        self._client = {"id": uuid.uuid4().hex, "identity": identify()}
+        self._timeout, self._timeouts = timeout, dict(timeouts or {})
 
     # -- ops -----------------------------------------------------------------------------------
 
@@ -195,10 +213,10 @@ class RayTransport:
 
         Several samplers are `sampler-0`, `sampler-1` and so on.
         """
-        try:
-            return dict(await self._server.facts.remote())
-        except Exception as error:
-            raise lost("server", "facts", error) from error
+        seconds = self._seconds("pids")
+        facts = self._server.facts.remote(seconds)
+        result: dict[str, int] = await self._answer("pids", facts, seconds)
+        return result
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -224,7 +242,7 @@ class RayTransport:
         }
 
     def __reduce__(self) -> Any:
-        return RayTransport.from_handle, (self.reconnect_handle(),)
+        return _attach, (self.reconnect_handle(), self._timeout, self._timeouts)
 
     def _end(self) -> None:
         import ray
@@ -244,17 +262,42 @@ class RayTransport:
 
     async def _call(self, op: str, **arguments: Any) -> Any:
         self._check_open(op)
+        seconds = self._seconds(op)
+        reference = self._server.call.remote(op, arguments, self._client, seconds)
+        return await self._answer(op, reference, seconds)
+
+    async def _answer(self, op: str, reference: Any, seconds: float) -> Any:
+        """What the server answers, which has the deadline, and knows best who is late."""
+        waiting = asyncio.ensure_future(_got(reference))
         try:
-            answer = await self._server.call.remote(op, arguments, self._client)
+            await asyncio.wait({waiting}, timeout=_with_grace(seconds))
+        finally:
+            in_time = waiting.done()
+            waiting.cancel()
+        if not in_time:
+            raise late(op, seconds, [Wait("server", None, begun=True)])
+        try:
+            answer = waiting.result()
         except Exception as error:
             raise lost("server", op, error) from error
         if "error" in answer:
             raise rebuild_error(answer["error"])
         return unpack(answer["result"])
 
+    def _seconds(self, op: str) -> float:
+        return self._timeouts.get(op, self._timeout)
+
     def _check_open(self, op: str) -> None:
         if self._closed:
             raise ClosedError(f"{op}: this transport was shut down")
+
+
+async def _got(reference: Any) -> Any:
+    return await reference
+
+
+def _with_grace(seconds: float) -> float | None:
+    return None if seconds == math.inf else seconds + _GRACE_SECONDS
 
 
 def _connected_ray() -> Any:
@@ -287,8 +330,10 @@ def _cluster(ray: Any) -> str:
     return str(ray.get_runtime_context().get_session_name())
 
 
-def _new_client() -> dict[str, Any]:
-    return {"id": uuid.uuid4().hex, "identity": identify()}
+def _attach(
+    handle: Mapping[str, Any], timeout: float, timeouts: Mapping[str, float]
+) -> RayTransport:
+    return RayTransport.from_handle(handle, timeout=timeout, timeouts=timeouts)
 
 
 def _same_node(ray: Any) -> dict[str, Any]:

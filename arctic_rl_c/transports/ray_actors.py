@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from arctic_rl_c import PeerLostError
 from arctic_rl_c.local.options import ROLE_FACTORY
 from arctic_rl_c.local.remote_errors import describe_error, rebuild_error
+from arctic_rl_c.local.server import EmbeddedServer, within
+from arctic_rl_c.transports.deadline import Wait, late
 from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.ray_data import pack, unpack
 from arctic_rl_c.transports.ray_turn import TrainingTurn
@@ -143,8 +148,18 @@ class RoleActor:
         os._exit(1)
 
 
+@dataclass
+class _Request:
+    op: str
+    arguments: Mapping[str, Any]
+    payload: Any
+    outcome: Future[Any] = field(default_factory=Future)
+
+
 class RayRole:
     """A `Role` (see `arctic_rl_c.local.server`) that is a Ray actor.
+
+    One request is with the actor at a time, so that one that is cancelled before that never runs.
 
     Args:
         role: Its name in what is said of it: `trainer`, `sampler`, or `sampler-0` and so on.
@@ -153,7 +168,12 @@ class RayRole:
 
     def __init__(self, role: str, actor: Any) -> None:
         self.role, self.actor = role, actor
+        self.pid: int | None = None
         self._process: Process | None = None
+        self._lock = threading.Lock()
+        self._queue: deque[_Request] = deque()
+        self._current: _Request | None = None
+        self._handing = False
         # The first of its calls: known before any op has begun.
         actor.identity.remote().future().add_done_callback(self._identified)
 
@@ -161,12 +181,44 @@ class RayRole:
         """Ask for an op. A `payload` is an object reference in a list, and goes on as it is."""
         payload = arguments.pop("payload", None)
         # In a list Ray leaves a reference alone; as an argument it is fetched by the role.
-        reference = payload[0] if payload is not None else None
-        outcome: Future[Any] = Future()
-        outcome.set_running_or_notify_cancel()
-        answered = self.actor.call.remote(op, arguments, reference).future()
-        answered.add_done_callback(lambda done: self._finish(done, op, outcome))
-        return outcome
+        request = _Request(op, arguments, payload[0] if payload is not None else None)
+        with self._lock:
+            self._queue.append(request)
+        self._next()
+        return request.outcome
+
+    @property
+    def current(self) -> str | None:
+        """The op that is with the actor; None when it is idle."""
+        with self._lock:
+            return None if self._current is None else self._current.op
+
+    def _next(self) -> None:
+        """Hand the actor the first request that is still wanted, if it is free.
+
+        One caller at a time does so, and looks again: an actor that is dead answers at once.
+        """
+        with self._lock:
+            if self._handing:
+                return
+            self._handing = True
+        while (request := self._take()) is not None:
+            try:
+                answered = self.actor.call.remote(request.op, request.arguments, request.payload)
+            except Exception as error:  # what cannot be pickled
+                self._settle(request, error, None)
+                continue
+            answered.future().add_done_callback(partial(self._finish, request))
+
+    def _take(self) -> _Request | None:
+        with self._lock:
+            while self._current is None and self._queue:
+                request = self._queue.popleft()
+                if request.outcome.set_running_or_notify_cancel():
+                    self._current = request
+                    return request
+            self._handing = False
+            return None
 
     def interrupt(self, op: str) -> None:
         """Break off `op` if that is what the role waits in, with a signal to its process.
@@ -180,19 +232,28 @@ class RayRole:
             self._process.send(INTERRUPT)
 
     def _identified(self, done: Future[Any]) -> None:
-        if done.exception() is None and done.result()["interruptible"]:
-            self._process = Process(done.result())
+        if done.exception() is None:
+            self.pid = done.result().get("pid")
+            if done.result()["interruptible"]:
+                self._process = Process(done.result())
 
-    def _finish(self, done: Future[Any], op: str, outcome: Future[Any]) -> None:
+    def _finish(self, request: _Request, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
-            outcome.set_exception(lost(self.role, op, error))
-            return
-        answer = done.result()
-        if "error" in answer:
-            outcome.set_exception(rebuild_error(answer["error"]))
+            self._settle(request, lost(self.role, request.op, error), None)
+        elif "error" in done.result():
+            self._settle(request, rebuild_error(done.result()["error"]), None)
         else:
-            outcome.set_result(answer["result"])
+            self._settle(request, None, done.result()["result"])
+
+    def _settle(self, request: _Request, error: Exception | None, result: Any) -> None:
+        with self._lock:
+            self._current = None
+        if error is not None:
+            request.outcome.set_exception(error)
+        else:
+            request.outcome.set_result(result)
+        self._next()
 
 
 class ServerActor:
@@ -214,8 +275,6 @@ class ServerActor:
         owner: Mapping[str, Any],
         factory: str = ROLE_FACTORY,
     ) -> None:
-        from arctic_rl_c.local.server import EmbeddedServer
-
         # Its roles end by themselves: there is nothing to give back here.
         leave_with(owner, partial(os._exit, 1))
         self._roles = [
@@ -235,7 +294,7 @@ class ServerActor:
         )
 
     async def call(
-        self, op: str, arguments: Mapping[str, Any], client: Mapping[str, Any]
+        self, op: str, arguments: Mapping[str, Any], client: Mapping[str, Any], seconds: float
     ) -> dict[str, Any]:
         """Run one of `SERVER_OPS`: `{"result"}` or `{"error"}`.
 
@@ -243,11 +302,12 @@ class ServerActor:
             op: Its name.
             arguments: Its keyword arguments.
             client: `id` of the transport that asks, and `identity` of its process.
+            seconds: How long it may take.
         """
         try:
             if op not in SERVER_OPS:
                 raise ValueError(f"the embedded server has no op {op!r}")
-            with self._turn.taken(op, client):
+            with self._turn.taken(op, client), within(seconds):
                 result = await getattr(self._server, op)(**arguments)
             if op == "load_checkpoint":
                 self._turn.loaded(result)
@@ -255,11 +315,30 @@ class ServerActor:
         except Exception as error:
             return {"error": describe_error(error)}
 
-    async def facts(self) -> dict[str, Any]:
-        """Process ids by role; gives an answer when all have loaded their models."""
-        found = await asyncio.gather(*(role.actor.identity.remote() for role in self._roles))
-        named = {role.role: one["pid"] for role, one in zip(self._roles, found, strict=True)}
-        return {"server": os.getpid(), **named}
+    async def facts(self, seconds: float) -> dict[str, Any]:
+        """Process ids by role, as `call` answers; when all have loaded their models."""
+        asked = [asyncio.ensure_future(_got(role.actor.identity.remote())) for role in self._roles]
+        await asyncio.wait(asked, timeout=None if seconds == math.inf else seconds)
+        try:
+            waits = [
+                Wait(role.role, role.pid, False, role.current)
+                for role, one in zip(self._roles, asked, strict=True)
+                if not one.done()
+            ]
+            if waits:
+                raise late("pids", seconds, waits)
+            pids = [
+                _result("pids", role, one)["pid"]
+                for role, one in zip(self._roles, asked, strict=True)
+            ]
+        except Exception as error:
+            return {"error": describe_error(error)}
+        finally:
+            for one in asked:
+                if not one.cancel() and not one.cancelled():
+                    one.exception()  # nobody may have looked at it
+        names = [role.role for role in self._roles]
+        return {"result": {"server": os.getpid(), **dict(zip(names, pids, strict=True))}}
 
     async def close(self) -> None:
         """Let the roles give back what they hold, and end them."""
@@ -271,6 +350,17 @@ class ServerActor:
         await asyncio.wait([asyncio.ensure_future(_settled(ref)) for ref in closing], timeout=5.0)
         for role in self._roles:
             ray.kill(role.actor)
+
+
+async def _got(reference: Any) -> Any:
+    return await reference
+
+
+def _result(op: str, role: RayRole, done: asyncio.Future[Any]) -> Any:
+    try:
+        return done.result()
+    except Exception as error:
+        raise lost(role.role, op, error) from error
 
 
 async def _settled(reference: Any) -> None:

@@ -41,12 +41,14 @@ class TrainingTurn:
                 self._holder = client
         try:
             yield
-        except BaseException:
-            # The trainer may hold what came before a batch that failed, but nothing of it.
-            if op == "fwd_bwd":
+        except BaseException as error:
+            if op == "fwd_bwd" and not getattr(error, "maybe_applied", False):
+                # The trainer may hold what came before a batch that failed, but nothing of it.
                 self._holder = before
+            elif op == "step" and getattr(error, "maybe_applied", True):
+                self._holder = None
             raise
-        finally:
+        else:
             if op == "step":
                 self._holder = None
 
