@@ -180,6 +180,7 @@ def ray(run: Callable[[Any], Any]) -> Iterator[Callable[[dict[str, Any]], Varian
 
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     ray.init(
+        address="local",
         num_cpus=1,
         object_store_memory=1 << 30,
         include_dashboard=False,

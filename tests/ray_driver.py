@@ -43,7 +43,8 @@ class Runner:
 
 def main(address: str, owner: str) -> None:
     fresh: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100_000_000}
-    given = {"address": address} if address != "new" else {**fresh, "include_dashboard": False}
+    fresh |= {"address": "local", "include_dashboard": False}
+    given = {"address": address} if address != "new" else fresh
     workers = {"env_vars": {"PYTHONPATH": ":".join(path for path in sys.path if path)}}
     ray.init(runtime_env=workers, log_to_driver=False, **given)
     if owner == "actor":

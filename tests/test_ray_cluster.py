@@ -53,6 +53,7 @@ def ray() -> Iterator[Any]:
 
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     ray.init(
+        address="local",
         num_cpus=4,
         object_store_memory=100_000_000,
         include_dashboard=False,

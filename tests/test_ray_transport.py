@@ -10,6 +10,7 @@ import asyncio
 import builtins
 import importlib
 import pickle
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,6 +35,7 @@ from arctic_rl_c.transports.ray import RayTransport
 from arctic_rl_c.transports.ray_actors import RayRole
 from arctic_rl_c.transports.ray_data import PackedTensor, pack, unpack
 from ray_doubles import ray
+from test_golden_transports import RecordingRay, through_one
 from test_local_trainer import log_prob_payload, update_payload
 
 __all__ = ["ray"]
@@ -112,6 +114,40 @@ def test_the_loop_stays_free_while_an_op_runs(server: RayTransport) -> None:
         assert turns > 1
 
     asyncio.run(work())
+
+
+def test_a_large_payload_is_copied_off_the_loop(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is called after it is sent after it; what is cancelled meanwhile never is."""
+    go_on, put = threading.Event(), ray.put
+    monkeypatch.setattr(ray, "put", lambda value: (go_on.wait(60), put(value))[1])
+    transport = RecordingRay(options())
+
+    def large(number: int) -> dict[str, Any]:
+        ids = torch.full((512, 1024), number)  # 4 MiB
+        return {"batch": {"input_ids": ids}, "meta": {"number": number}, "processing": {}}
+
+    async def use(transport: RayTransport) -> None:
+        go_on.clear()
+        ops = [transport.fwd_bwd(large(1)), transport.fwd_bwd(large(2)), transport.step()]
+        tasks = [asyncio.create_task(op) for op in ops]
+        await asyncio.sleep(0)  # the loop goes on while the first is copied
+        go_on.set()
+        await asyncio.gather(*tasks)
+        go_on.clear()
+        ops = [transport.fwd_bwd(large(3)), transport.fwd_bwd(large(4)), transport.step()]
+        tasks = [asyncio.create_task(op) for op in ops]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        tasks[1].cancel()  # which waits for the first one's copy
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.wait(tasks)
+        go_on.set()
+
+    calls, _ = through_one(transport)(use)
+    found = [(name, payload and payload["meta"]["number"]) for name, payload, _ in calls]
+    assert found == [("fwd_bwd", 1), ("fwd_bwd", 2), ("step", None), ("step", None)]
+    asyncio.run(transport.shutdown())
 
 
 @pytest.mark.parametrize("role", ["trainer", "sampler", "server"])

@@ -7,14 +7,14 @@ piece, so a frame exists once on each side.
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 
 from arctic_rl_c import wire
+from arctic_rl_c.transports.off_loop import off_loop
 
 FRAME_TYPE = "application/octet-stream"
 JSON_TYPE = "application/json"
@@ -25,7 +25,6 @@ KEY_HEADER = "X-Arctic-Idempotency-Key"
 SERVER_HEADER = "X-Arctic-Server"
 
 _PIECE = 256 << 10  # larger ones outrun the receiver and cost four times the system time
-_THREAD_FROM = 4 << 20  # encoding so many bytes takes long enough to be kept off the event loop
 
 
 class BodyTooLargeError(ValueError):
@@ -66,19 +65,7 @@ async def pieces(body: bytes) -> AsyncIterator[memoryview]:
 
 async def encode(obj: Any) -> bytes:
     """`wire.dumps`, on a thread when that takes long."""
-    if _tensor_bytes(obj) < _THREAD_FROM:
-        return wire.dumps(obj)
-    return await asyncio.to_thread(wire.dumps, obj)
-
-
-def _tensor_bytes(value: Any) -> int:
-    """About how many bytes the tensors of an object hold."""
-    if isinstance(value, Mapping):
-        return sum(_tensor_bytes(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        # A list of token ids is long; only its first entries tell whether it holds tensors.
-        return sum(_tensor_bytes(item) for item in value[:64])
-    return int(getattr(value, "nbytes", 0))
+    return await off_loop(wire.dumps, obj)
 
 
 def to_json(obj: Any) -> bytes:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from arctic_rl_c import ClosedError, ConfigError, PeerLostError, TransportUnavailableError
@@ -15,6 +17,7 @@ from arctic_rl_c.local.options import ROLE_FACTORY, LocalOptions, as_dict
 from arctic_rl_c.local.remote_errors import rebuild_error
 from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late
 from arctic_rl_c.transports.http_errors import complete
+from arctic_rl_c.transports.off_loop import off_loop
 from arctic_rl_c.transports.ray_actors import ServerActor, lost
 from arctic_rl_c.transports.ray_data import pack, unpack
 from arctic_rl_c.transports.ray_watch import identify
@@ -125,6 +128,9 @@ class RayTransport:
     def _set_up(self, timeout: float, timeouts: Mapping[str, float] | None) -> None:
         self._client = {"id": uuid.uuid4().hex, "identity": identify()}
         self._timeout, self._timeouts = timeout, dict(timeouts or {})
+        self._lock = threading.Lock()
+        self._last_sent: Future[None] = Future()
+        self._last_sent.set_result(None)
 
     # -- ops -----------------------------------------------------------------------------------
 
@@ -133,13 +139,13 @@ class RayTransport:
     ) -> dict[str, Any]:
         """See `Trainer.forward`."""
         result: dict[str, Any] = await self._call(
-            "fwd_no_grad", payload=self._put(payload), reference_model=reference_model
+            "fwd_no_grad", payload, reference_model=reference_model
         )
         return result
 
     async def fwd_bwd(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         """See `Trainer.forward_backward`."""
-        result: dict[str, Any] = await self._call("fwd_bwd", payload=self._put(payload))
+        result: dict[str, Any] = await self._call("fwd_bwd", payload)
         return result
 
     async def step(self) -> dict[str, Any]:
@@ -253,18 +259,33 @@ class RayTransport:
         if self._placement is not None:
             ray.util.remove_placement_group(self._placement)
 
-    def _put(self, payload: Mapping[str, Any]) -> list[Any]:
-        """A payload in the object store: the server passes it on without reading it."""
-        import ray
-
-        self._check_open("put")
-        return [ray.put(pack(dict(payload)))]
-
-    async def _call(self, op: str, **arguments: Any) -> Any:
+    async def _call(
+        self, op: str, payload: Mapping[str, Any] | None = None, /, **arguments: Any
+    ) -> Any:
+        """Have the server run an op. Those of one loop are sent in the order of their calls."""
         self._check_open(op)
         seconds = self._seconds(op)
-        reference = self._server.call.remote(op, arguments, self._client, seconds)
+        before, sent = self._line_up()
+        try:
+            if not before.done():
+                await asyncio.wrap_future(before)
+            if payload is not None:
+                # In the object store, from where the server passes it on without reading it.
+                arguments["payload"] = [await off_loop(_put, payload)]
+            self._check_open(op)
+            reference = self._server.call.remote(op, arguments, self._client, seconds)
+        finally:
+            # One that was cancelled has not been sent, but those before it may have to be yet.
+            before.add_done_callback(lambda _: sent.set_result(None))
         return await self._answer(op, reference, seconds)
+
+    def _line_up(self) -> tuple[Future[None], Future[None]]:
+        """Done when the call before this one has been sent; to be set when this one has."""
+        sent: Future[None] = Future()
+        sent.set_running_or_notify_cancel()  # a waiter that is cancelled cannot cancel it
+        with self._lock:
+            before, self._last_sent = self._last_sent, sent
+        return before, sent
 
     async def _answer(self, op: str, reference: Any, seconds: float) -> Any:
         """What the server answers, which has the deadline, and knows best who is late."""
@@ -290,6 +311,12 @@ class RayTransport:
     def _check_open(self, op: str) -> None:
         if self._closed:
             raise ClosedError(f"{op}: this transport was shut down")
+
+
+def _put(payload: Mapping[str, Any]) -> Any:
+    import ray
+
+    return ray.put(pack(dict(payload)))
 
 
 async def _got(reference: Any) -> Any:
