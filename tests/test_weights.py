@@ -209,6 +209,41 @@ def test_a_log_that_raises_is_not_in_the_way(monkeypatch: pytest.MonkeyPatch) ->
     assert shown == [ZeroDivisionError]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_ctrl_c_in_a_log_is_not_lost(error: type[BaseException]) -> None:
+    weights, target = source(), zeros(source())
+
+    def log(line: str) -> None:
+        raise error(line)
+
+    with WeightSender(weights) as sender, WeightReceiver(target, log=log) as receiver:
+        with pytest.raises(error, match="names validated"):
+            receiver.pull(sender.offer())
+        assert same(target, weights)
+        assert (receiver.torn, receiver.version) == (False, 1)
+        assert sender.serve().version == 1
+    with WeightSender(weights) as sender, WeightReceiver(target, log=log) as receiver:
+        with pytest.raises(error, match="names validated"), receiver.views(sender.offer()):
+            pytest.fail("the block was entered")
+        assert (receiver.torn, receiver.live_mappings()) == (True, 0)
+        with pytest.raises(WeightSyncError, match="interrupted"):
+            sender.serve()
+        receiver.pull(sender.offer())
+        assert not receiver.torn
+
+
+def test_ctrl_c_in_logging_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(record: logging.LogRecord) -> None:
+        raise KeyboardInterrupt(record.getMessage())
+
+    weights = source()
+    monkeypatch.setattr(logging.getLogger("arctic_rl_c"), "handle", handle)
+    monkeypatch.setattr(logging.getLogger("arctic_rl_c"), "level", logging.INFO)
+    monkeypatch.setenv("ARCTIC_WEIGHT_SYNC_STRICT_NAMES", "0")
+    with pytest.raises(KeyboardInterrupt, match="has no effect"):
+        WeightReceiver(weights)
+
+
 # ---- stats ---------------------------------------------------------------------------------------
 
 

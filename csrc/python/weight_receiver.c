@@ -177,16 +177,18 @@ read_texts(arl_weight_receiver_t *self, PyObject *aliases, PyObject *non_synced)
 }
 
 /* The server this replaces can be told by this variable to go on with names that do not match. */
-static void
+static int
 warn_of_environment(arl_state_t *state)
 {
     const char *strict = getenv("ARCTIC_WEIGHT_SYNC_STRICT_NAMES");
 
     if (strict != NULL && strcmp(strict, "0") == 0) {
-        arl_log(state, "warning",
-                "ARCTIC_WEIGHT_SYNC_STRICT_NAMES=0 has no effect on WeightReceiver: names are "
-                "checked both ways; pass partial=True for offers that leave names out");
+        return arl_log(
+            state, "warning",
+            "ARCTIC_WEIGHT_SYNC_STRICT_NAMES=0 has no effect on WeightReceiver: names are "
+            "checked both ways; pass partial=True for offers that leave names out");
     }
+    return 0;
 }
 
 static PyObject *
@@ -234,8 +236,8 @@ weight_receiver_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (bind_params(state, self) < 0) {
         goto release;
     }
-    if (!partial) {
-        warn_of_environment(state);
+    if (!partial && warn_of_environment(state) < 0) {
+        goto release;
     }
     return (PyObject *)self;
 release:
@@ -245,7 +247,7 @@ release:
 
 /* ---- calls ----------------------------------------------------------------------------------- */
 
-void
+int
 arl_weight_receiver_log(arl_state_t *state, arl_weight_receiver_t *self, const char *context)
 {
     const arl_plan_report_t *report = &self->receiver.report;
@@ -256,14 +258,11 @@ arl_weight_receiver_log(arl_state_t *state, arl_weight_receiver_t *self, const c
                    "[weight-sync names validated] context=%s sender=%u expected=%u", context,
                    report->sender_names, report->expected_names);
     if (self->log == Py_None) {
-        arl_log(state, "info", "%s", line);
-        return;
+        return arl_log(state, "info", "%s", line);
     }
     result = PyObject_CallFunction(self->log, "s", line);
-    if (result == NULL) {
-        PyErr_WriteUnraisable(self->log); /* the weights are in place whatever becomes of it */
-    }
     Py_XDECREF(result);
+    return result == NULL ? arl_log_failed(self->log) : 0;
 }
 
 int
@@ -311,8 +310,8 @@ pull_bytes(arl_state_t *state, arl_weight_receiver_t *self, const Py_buffer *off
     if (status != ARL_OK) {
         return arl_raise(state, &call.err);
     }
-    if (fresh) {
-        arl_weight_receiver_log(state, self, stats.transport->name);
+    if (fresh && arl_weight_receiver_log(state, self, stats.transport->name) < 0) {
+        return NULL;
     }
     return arl_sync_stats_new(state, &stats);
 }

@@ -35,8 +35,8 @@ typedef struct arl_weight_receiver {
 /* Parameters that were given other memory are bound anew. */
 int arl_weight_receiver_refresh(arl_state_t *state, arl_weight_receiver_t *self);
 
-/* The contract's line about validated names, which tools look for. */
-void arl_weight_receiver_log(arl_state_t *state, arl_weight_receiver_t *self, const char *context);
+/* The contract's line about validated names, which tools look for. As arl_log. */
+int arl_weight_receiver_log(arl_state_t *state, arl_weight_receiver_t *self, const char *context);
 
 /* What receiver.views() returns. */
 PyObject *arl_weight_views_new(arl_state_t *state, arl_weight_receiver_t *receiver, PyObject *offer,

@@ -102,6 +102,9 @@ place_specifications(arl_params_t *params, PyObject *device)
         PyObject *index = PyObject_GetAttrString(device, "index"); /* torch.device has one */
         int status;
 
+        if (index == NULL && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
         if (index == NULL || PyCallable_Check(index)) { /* a str's is a method */
             PyErr_Clear();
             Py_XSETREF(index, Py_NewRef(device));

@@ -191,6 +191,7 @@ weight_views_enter(PyObject *op, PyObject *unused)
     arl_weight_receiver_t *receiver = self->receiver;
     arl_state_t *state = arl_state_from_type(Py_TYPE(op));
     mapping_t *mapping;
+    arl_error_t reason = ARL_ERROR_INIT;
     Py_buffer offer;
 
     (void)unused;
@@ -221,17 +222,18 @@ weight_views_enter(PyObject *op, PyObject *unused)
     self->mapping = mapping;
     self->phase = VIEWS_OPEN;
     arl_receiver_tear(&receiver->receiver, &self->session);
-    if (self->session.fresh) {
-        arl_weight_receiver_log(state, receiver, self->session.transport->name);
-    }
     PyBuffer_Release(&offer);
     Py_CLEAR(self->offer);
     if (views_order(self) < 0) {
-        arl_error_t reason = ARL_ERROR_INIT;
-
         (void)arl_error_set(&reason, ARL_ERR_NOMEM, "views", "out of memory");
         views_end(self, &reason);
         return PyErr_NoMemory();
+    }
+    if (self->session.fresh &&
+        arl_weight_receiver_log(state, receiver, self->session.transport->name) < 0) {
+        (void)arl_error_set(&reason, ARL_ERR_INTERRUPTED, "views", "interrupted");
+        views_end(self, &reason);
+        return NULL;
     }
     return Py_NewRef(op);
 drop_mapping:

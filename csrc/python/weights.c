@@ -586,7 +586,17 @@ log_text(arl_state_t *state, const char *method, const char *text)
     return result == NULL ? -1 : 0;
 }
 
-void
+int
+arl_log_failed(PyObject *logger)
+{
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) {
+        return -1;
+    }
+    PyErr_WriteUnraisable(logger);
+    return 0;
+}
+
+int
 arl_log(arl_state_t *state, const char *method, const char *format, ...)
 {
     char text[1024];
@@ -595,7 +605,5 @@ arl_log(arl_state_t *state, const char *method, const char *format, ...)
     va_start(args, format);
     (void)vsnprintf(text, sizeof(text), format, args);
     va_end(args);
-    if (log_text(state, method, text) < 0) {
-        PyErr_WriteUnraisable(state->logger);
-    }
+    return log_text(state, method, text) < 0 ? arl_log_failed(state->logger) : 0;
 }

@@ -105,10 +105,13 @@ int arl_stream_from(arl_state_t *state, PyObject *value, const arl_params_t *par
 /* None, "sample" or "all". */
 int arl_verify_from(PyObject *value, arl_verify_t *verify_p);
 
-/* logging.getLogger("arctic_rl_c").<method>(text). Never fails: an exception there is shown and
- * forgotten, as what is reported has happened already. */
-void arl_log(arl_state_t *state, const char *method, const char *format, ...)
+/* logging.getLogger("arctic_rl_c").<method>(text). An Exception there is shown and forgotten, as
+ * what is reported has happened already; -1 for KeyboardInterrupt and its like. */
+int arl_log(arl_state_t *state, const char *method, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+
+/* What becomes of the live exception of a log: as above. */
+int arl_log_failed(PyObject *logger);
 
 /* ---- results --------------------------------------------------------------------------------- */
 
