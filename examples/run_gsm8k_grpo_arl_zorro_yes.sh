@@ -14,6 +14,9 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 zorro=${ZORRO:-True}
 
+# In a clone of this project the folder arctic_rl_c would hide the installed package.
+export PYTHONSAFEPATH=1
+
 python3 -c 'import arctic_rl_c, verl' || {
   echo "python3 ($(command -v python3)) needs verl and this library: see docs/verl.md" >&2
   exit 1
