@@ -155,6 +155,11 @@ def weights_digest(model: Any) -> str:
     return str(float(sum(p.double().sum() for p in model.parameters())))
 
 
+def build_weights(role: str, options: Mapping[str, Any]) -> Any:
+    """A factory of roles with weights to sync, whatever the options: trainer and sampler differ."""
+    return WeightRole(role, 1 if role == "trainer" else 2)
+
+
 def build(role: str, options: Mapping[str, Any]) -> Any:
     """The factory that the tests name."""
     return WeightRole(role, options["seed"]) if "seed" in options else FakeRole(options)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A driver for `test_ray_cluster.py` to end: `ADDRESS driver|actor`.
 
-It trains and syncs without end, from its own process or from an actor as verl does. Its first
-line of output has the process ids of the server.
+It syncs weights without end, from its own process or from an actor as verl does. Its first line
+of output has the process ids of the server. The roles have no language model, which would take
+most of the time to load.
 """
 
 from __future__ import annotations
@@ -14,30 +15,26 @@ from typing import Any
 
 import ray
 
-from arctic_rl_c.local.options import LocalOptions, ModelOptions
+from arctic_rl_c.local.options import LocalOptions
 from arctic_rl_c.transports.ray import RayTransport
-from test_local_trainer import update_payload
 
 
-def options() -> LocalOptions:
-    model = ModelOptions(shape="micro", threads=1)
-    return LocalOptions(model, model)
+class WeightsTransport(RayTransport):
+    _factory = "fake_role:build_weights"
 
 
 class Runner:
     """What owns the server."""
 
     def __init__(self) -> None:
-        self._transport = RayTransport(options(), samplers=2)
+        self._transport = WeightsTransport(LocalOptions(), samplers=2)
 
     async def pids(self) -> dict[str, int]:
         await self._transport.sync_weights()
         return await self._transport.pids()
 
-    async def train(self) -> None:
+    async def sync(self) -> None:
         while True:
-            await self._transport.fwd_bwd(update_payload())
-            await self._transport.step()
             await self._transport.sync_weights()
 
 
@@ -50,11 +47,11 @@ def main(address: str, owner: str) -> None:
     if owner == "actor":
         runner = ray.remote(Runner).options(num_cpus=0, max_concurrency=8).remote()
         print(json.dumps(ray.get(runner.pids.remote())), flush=True)
-        ray.get(runner.train.remote())
+        ray.get(runner.sync.remote())
     else:
         local = Runner()
         print(json.dumps(asyncio.run(local.pids())), flush=True)
-        asyncio.run(local.train())
+        asyncio.run(local.sync())
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from arctic_rl_c import (
     normalize_config,
 )
 from arctic_rl_c.local.grpo import make_data
-from arctic_rl_c.local.options import LocalOptions, ModelOptions, as_dict
+from arctic_rl_c.local.options import LocalOptions, ModelOptions
 from arctic_rl_c.transports.ray import RayTransport
 from arctic_rl_c.transports.ray_actors import RayRole, RoleActor
 from arctic_rl_c.transports.ray_watch import identify
@@ -135,8 +135,8 @@ def forwarder(ray: Any) -> Any:
         async def call(self, op: str, **arguments: Any) -> Any:
             return await getattr(self.transport, op)(**arguments)
 
-        async def backward(self) -> None:
-            await self.transport.fwd_bwd(update_payload())
+        async def backward(self, payload: dict[str, Any]) -> None:
+            await self.transport.fwd_bwd(payload)
 
     return ray.remote(Forwarder).options(num_cpus=0)
 
@@ -150,7 +150,7 @@ def test_two_forwarders_of_one_server(ray: Any, forwarder: Any, tmp_path: Path) 
         await transport.save_checkpoint(path=str(tmp_path), step=1)
         # One after another each has its way.
         for number, one in enumerate((first, second)):
-            await one.backward.remote()
+            await one.backward.remote(update_payload())
             await one.call.remote("step")
             synced = await one.call.remote("sync_weights")
             assert synced["version"] == number + 1 and len(synced["receivers"]) == 2
@@ -158,8 +158,8 @@ def test_two_forwarders_of_one_server(ray: Any, forwarder: Any, tmp_path: Path) 
             assert set(digests) == {"trainer", "sampler-0", "sampler-1"}
             assert set(digests.values()) == {synced["digest"]}
         # Between a batch and its step there is no place for another.
-        await first.backward.remote()
-        for attempt in (second.backward.remote(), second.call.remote("step")):
+        await first.backward.remote(update_payload())
+        for attempt in (second.backward.remote(update_payload()), second.call.remote("step")):
             with pytest.raises(WrongProcessError, match="another client of this server"):
                 await attempt
         await first.call.remote("shutdown")  # which leaves the server as it is
@@ -171,7 +171,7 @@ def test_two_forwarders_of_one_server(ray: Any, forwarder: Any, tmp_path: Path) 
             if "which has ended" in str(caught.value):
                 break
         assert (await transport.load_checkpoint(path=str(tmp_path)))["global_step"] == 1
-        await second.backward.remote()
+        await second.backward.remote(update_payload())
         await second.call.remote("step")
         assert (await transport.pids())["trainer"] == pid
         items = await transport.generate([[4, 13]] * 4, {"max_tokens": 2}, routing_key="group")
@@ -246,29 +246,8 @@ def test_a_trainer_that_hangs_and_is_killed_in_an_update(ray: Any, tmp_path: Pat
     bounded(work)
 
 
-def test_a_sampler_of_several_that_dies(ray: Any) -> None:
-    transport = RayTransport(options(), samplers=2)
-
-    async def work() -> None:
-        pids = await transport.pids()
-        await transport.sync_weights()
-        os.kill(pids["sampler-1"], signal.SIGSTOP)
-        generating = asyncio.ensure_future(transport.generate([[4, 13]] * 4, {"max_tokens": 2}))
-        await asyncio.sleep(0)
-        os.kill(pids["sampler-1"], signal.SIGKILL)
-        with pytest.raises(PeerLostError, match=r"the sampler-1 .* died during 'generate'") as lost:
-            await generating
-        assert lost.value.role == "sampler-1"
-        for op in (transport.sync_weights, transport.sleep_inference, transport.wake_inference):
-            with pytest.raises(PeerLostError, match="the sampler-1"):
-                await op()
-        await transport.shutdown()
-        wait_for_end_of(pids)
-
-    bounded(work)
-
-
-def test_a_sync_that_reaches_one_of_two(ray: Any) -> None:
+def test_samplers_that_die(ray: Any) -> None:
+    """One of two in a sync, which then reaches the other only; that one while it generates."""
     transport = RayTransport(options(), samplers=2)
 
     async def work() -> None:
@@ -281,46 +260,53 @@ def test_a_sync_that_reaches_one_of_two(ray: Any) -> None:
         os.kill(pids["sampler-1"], signal.SIGKILL)
         with pytest.raises(PeerLostError, match="the sampler-1"):
             await syncing
-        keys = [f"key {number}" for number in range(16)]
         versions = set()
-        for key in keys:
+        for key in (f"key {number}" for number in range(16)):
             try:
                 [item] = await transport.generate([[4]], {"max_tokens": 1}, routing_key=key)
                 versions.add(item["weight_version_end"])
             except (PeerLostError, TornWeightsError):
                 continue
         assert versions == {1}
+        for op in (transport.sync_weights, transport.sleep_inference, transport.wake_inference):
+            with pytest.raises(PeerLostError, match="the sampler-1"):
+                await op()
+        os.kill(pids["sampler-0"], signal.SIGSTOP)
+        generating = asyncio.ensure_future(transport.generate([[4, 13]] * 4, {"max_tokens": 2}))
+        await asyncio.sleep(0)
+        os.kill(pids["sampler-0"], signal.SIGKILL)
+        with pytest.raises(PeerLostError, match=r"the sampler-0 .* died during 'generate'") as lost:
+            await generating
+        assert lost.value.role == "sampler-0"
         await transport.shutdown()
+        wait_for_end_of(pids)
 
     bounded(work)
 
 
 def test_the_wait_of_a_role_can_be_broken_off(ray: Any) -> None:
-    model = as_dict(options().trainer_model)
-    actor = ray.remote(RoleActor).remote(
-        "trainer", {"model": model, "options": as_dict(options().trainer)}, identify()
-    )
+    actor = ray.remote(RoleActor).remote("trainer", {}, identify(), "fake_role:build_weights")
     role = RayRole("trainer", actor)
-    flags = {"cuda_ipc": False, "low_memory": False, "timeout": 600.0}
-    role.submit("offer_weights", **flags).result(SECONDS)
+    flags = {"cuda_ipc": False, "low_memory": False, "transport": None, "colocated": None}
+    role.submit("offer_weights", **flags, timeout=600.0).result(SECONDS)
     serving = role.submit("serve_weights", timeout=600.0)  # for a receiver that never comes
     wait_until(lambda: role.interrupt("serve_weights") or serving.done(), "it waits on")
     with pytest.raises(WeightSyncError, match="broken off: the other side"):
         serving.result()
     role.interrupt("serve_weights")  # nothing runs that may be: nothing happens
     role.submit("release_weights").result(SECONDS)
-    assert role.submit("describe").result(SECONDS)["global_step"] == 0
+    assert role.submit("weights_digest").result(SECONDS)["digest"]
     ray.kill(actor)
 
 
 def test_handles_of_what_is_no_more(ray: Any, forwarder: Any) -> None:
-    transport = RayTransport(options())
+    transport = test_golden_transports.RecordingRay(options())
 
     async def work() -> None:
         handle = transport.reconnect_handle()
         attached = forwarder.remote(handle)
         pids = await transport.pids()
-        await attached.backward.remote()
+        await attached.backward.remote(update_payload())
         os.kill(pids["server"], signal.SIGKILL)
         for asked in (attached.call.remote("step"), transport.step(), transport.pids()):
             with pytest.raises(PeerLostError, match="the server"):
