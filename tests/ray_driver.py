@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A driver for `test_ray_cluster.py` to end: `ADDRESS driver|actor`.
 
-It syncs weights without end, from its own process or from an actor as verl does. Its first line
+It syncs weights again and again, from its own process or from an actor as verl does. Its first line
 of output has the process ids of the server. The roles have no language model, which would take
 most of the time to load.
 """
@@ -36,6 +36,7 @@ class Runner:
     async def sync(self) -> None:
         while True:
             await self._transport.sync_weights()
+            await asyncio.sleep(0.1)  # as long as a small step of training takes
 
 
 def main(address: str, owner: str) -> None:
