@@ -8,14 +8,23 @@
 #
 # DATA_DIR holds verl's GSM8K train.parquet and test.parquet. Without it the run takes generated
 # sums in the same form and a model of 0.1 M parameters, which need neither a download nor a GPU.
+# The run, its logs and its checkpoints are in WORK_DIR (gsm8k or arithmetic, in this folder).
 
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 zorro=${ZORRO:-True}
 
-# In a clone of this project the folder arctic_rl_c would hide the installed package.
-export PYTHONSAFEPATH=1
+# In a folder of its own: beside the sources of this project Python, and each worker of Ray, would
+# take them for the installed package.
+if [[ -n ${DATA_DIR:-} ]]; then
+  data=$(cd "$DATA_DIR" >/dev/null && pwd)
+  model=$(cd "${MODEL:?MODEL must be a local model directory when DATA_DIR is given}" >/dev/null && pwd)
+  work=${WORK_DIR:-$PWD/gsm8k}
+else
+  work=${WORK_DIR:-$PWD/arithmetic}
+fi
+mkdir -p "$work" && cd "$work" && work=$PWD
 
 python3 -c 'import arctic_rl_c, verl' || {
   echo "python3 ($(command -v python3)) needs verl and this library: see docs/verl.md" >&2
@@ -27,15 +36,14 @@ export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export VERL_USE_EXTERNAL_MODULES=arctic_rl_c.integrations.verl
 
 if [[ -n ${DATA_DIR:-} ]]; then
-  model=${MODEL:?MODEL must be a local model directory when DATA_DIR is given}
   batch=16 samples=5 prompt=512 response=1024 lr=1e-6
   task=()
 else
-  DATA_DIR=${WORK_DIR:-$PWD/arithmetic}
-  python3 "$here/verl_arithmetic.py" "$DATA_DIR"
+  data=$work
+  python3 "$here/verl_arithmetic.py" "$data"
   # Last, so that what is installed comes first.
-  export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$DATA_DIR/stand_in
-  model=$DATA_DIR/model
+  export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$data/stand_in
+  model=$data/model
   batch=32 samples=8 prompt=8 response=4 lr=4e-3
   # A Ray cluster of its own, also where another one runs on this machine. Many small processes on
   # few cores: num_cpus are slots, not cores.
@@ -60,8 +68,8 @@ exec python3 -m verl.trainer.main_ppo \
   remote_backend.train.zorro_train.enable="$zorro" \
   algorithm.adv_estimator=grpo \
   algorithm.use_kl_in_reward=False \
-  data.train_files="$DATA_DIR/train.parquet" \
-  data.val_files="$DATA_DIR/test.parquet" \
+  data.train_files="$data/train.parquet" \
+  data.val_files="$data/test.parquet" \
   data.train_batch_size=$batch \
   data.max_prompt_length=$prompt \
   data.max_response_length=$response \
