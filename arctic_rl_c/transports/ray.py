@@ -19,7 +19,7 @@ from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late
 from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.off_loop import off_loop
 from arctic_rl_c.transports.ray_actors import ServerActor, lost
-from arctic_rl_c.transports.ray_data import pack, unpack
+from arctic_rl_c.transports.ray_data import Stored, pack, unpack
 from arctic_rl_c.transports.ray_watch import identify
 
 #: Ops of the server that may wait side by side.
@@ -289,7 +289,7 @@ class RayTransport:
 
     async def _answer(self, op: str, reference: Any, seconds: float) -> Any:
         """What the server answers, which has the deadline, and knows best who is late."""
-        waiting = asyncio.ensure_future(_got(reference))
+        waiting = asyncio.ensure_future(_got(op, reference))
         try:
             await asyncio.wait({waiting}, timeout=_with_grace(seconds))
         finally:
@@ -299,6 +299,8 @@ class RayTransport:
             raise late(op, seconds, [Wait("server", None, begun=True)])
         try:
             answer = waiting.result()
+        except PeerLostError:
+            raise
         except Exception as error:
             raise lost("server", op, error) from error
         if "error" in answer:
@@ -319,8 +321,16 @@ def _put(payload: Mapping[str, Any]) -> Any:
     return ray.put(pack(dict(payload)))
 
 
-async def _got(reference: Any) -> Any:
-    return await reference
+async def _got(op: str, reference: Any) -> Any:
+    """The server's answer, and what it says is stored."""
+    answer = await reference
+    result = answer.get("result")
+    if not isinstance(result, Stored):
+        return answer
+    try:
+        return {"result": await result.reference}
+    except Exception as error:  # with the role that made it, or its node's store
+        raise lost("trainer", op, error) from error
 
 
 def _with_grace(seconds: float) -> float | None:

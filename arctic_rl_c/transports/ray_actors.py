@@ -27,7 +27,8 @@ from arctic_rl_c.local.remote_errors import describe_error, rebuild_error
 from arctic_rl_c.local.server import EmbeddedServer, within
 from arctic_rl_c.transports.deadline import Wait, late
 from arctic_rl_c.transports.http_errors import complete
-from arctic_rl_c.transports.ray_data import pack, unpack
+from arctic_rl_c.transports.off_loop import tensor_bytes
+from arctic_rl_c.transports.ray_data import Stored, pack, unpack
 from arctic_rl_c.transports.ray_turn import TrainingTurn
 from arctic_rl_c.transports.ray_watch import Process, identify, leave_with
 
@@ -64,6 +65,12 @@ _REMEDY = (
     "No actor is started again, as its weights are gone: end this transport, start a new one in "
     "the process that owns it, and load the last checkpoint"
 )
+
+
+#: Ops whose answers the server hands on without a look, and from how many bytes on it is not even
+#: given them: each actor that an answer passes through reads it and stores it anew.
+_HANDED_ON = frozenset({"forward", "forward_backward"})
+_STORE_FROM = 1 << 20
 
 
 class RoleActor:
@@ -120,7 +127,7 @@ class RoleActor:
                 result = self._interruption.run(
                     op in self._role.INTERRUPTIBLE, partial(run_op, self._role, op, given)
                 )
-            return {"result": pack(result)}
+            return {"result": _stored(op, pack(result))}
         except Exception as error:
             return {"error": describe_error(error)}
 
@@ -388,6 +395,15 @@ def _start_role(
         .remote(kind, {"model": options[f"{kind}_model"], "options": own}, identify(), factory)
     )
     return RayRole(name, actor)
+
+
+def _stored(op: str, packed: Any) -> Any:
+    """The answer itself when it is small, else a `Stored`."""
+    import ray
+
+    if op not in _HANDED_ON or tensor_bytes(packed) < _STORE_FROM:
+        return packed
+    return Stored(ray.put(packed))
 
 
 def lost(role: str, op: str, error: BaseException) -> Exception:

@@ -22,8 +22,25 @@ class PackedTensor:
     def __init__(self, array: np.ndarray[Any, Any], dtype: str, offsets: Any = None) -> None:
         self.array, self.dtype, self.offsets = array, dtype, offsets
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return int(self.array.nbytes)
+
     def __reduce__(self) -> Any:
         return PackedTensor, (self.array, self.dtype, self.offsets)
+
+
+class Stored:
+    """An answer that lies in the object store, for whoever asked to fetch."""
+
+    __slots__ = ("reference",)
+
+    def __init__(self, reference: Any) -> None:
+        self.reference = reference
+
+    def __reduce__(self) -> Any:
+        return Stored, (self.reference,)
 
 
 def pack(value: Any) -> Any:
