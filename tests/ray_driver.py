@@ -36,7 +36,6 @@ class Runner:
     async def sync(self) -> None:
         while True:
             await self._transport.sync_weights()
-            await asyncio.sleep(0.1)  # as long as a small step of training takes
 
 
 def main(address: str, owner: str) -> None:
