@@ -692,6 +692,17 @@ def test_sampling_parameters_that_some_server_takes(params: dict[str, Any]) -> N
     assert sent(client, client.generate([5], params))["sampling_params"] == DEFAULTS | params
 
 
+def test_a_tag_that_leaves_its_list_while_it_is_shown() -> None:
+    class Tag:
+        def __repr__(self) -> str:
+            tags.clear()
+            return "the tag"
+
+    tags: list[Any] = [Tag()]
+    with pytest.raises(PayloadError, match=r"tags\[0\] is the tag \(a .*Tag\)"):
+        client_of(ids_transport()).wake_up_inference(tags)
+
+
 @BOTH
 @pytest.mark.parametrize("accepts", [False, True])
 def test_routing_keys(version: str, accepts: bool) -> None:

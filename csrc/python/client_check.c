@@ -70,12 +70,13 @@ is_within(const arl_value_rule_t *rule, double number)
     return (rule->above ? number > rule->least : number >= rule->least) && number <= rule->most;
 }
 
-/* "generate: sampling_params['n'] is 0; a whole number from 1 on is needed" */
+/* "generate: sampling_params['n'] is 0; a whole number from 1 on is needed". The value may be
+ * borrowed from what its own __repr__ empties. */
 static int
 refuse(const arl_client_t *client, const char *operation, const char *where, PyObject *value,
        const char *wanted)
 {
-    PyObject *repr = PyObject_Repr(value);
+    PyObject *held = Py_NewRef(value), *repr = PyObject_Repr(held);
     const char *shown = repr == NULL ? NULL : PyUnicode_AsUTF8(repr);
 
     if (shown == NULL) { /* lone surrogates, or a __repr__ that fails */
@@ -84,8 +85,9 @@ refuse(const arl_client_t *client, const char *operation, const char *where, PyO
     }
     (void)arl_raise_format(client->state, ARL_ERR_PAYLOAD, operation,
                            "%s: %s is %.80s (a %s); %s is needed", operation, where, shown,
-                           arl_type_name(value), wanted);
+                           arl_type_name(held), wanted);
     Py_XDECREF(repr);
+    Py_DECREF(held);
     return -1;
 }
 
@@ -95,21 +97,26 @@ check_values(const arl_client_t *client, const char *operation, const char *pref
              const char *suffix, const arl_value_rule_t *rules, size_t count, PyObject *given)
 {
     for (size_t i = 0; i < count; i++) {
-        PyObject *key = PyUnicode_FromString(rules[i].key), *value;
+        PyObject *key = PyUnicode_FromString(rules[i].key), *value = NULL;
         double number = 0;
+        int status = 0;
 
-        /* borrowed from given */
-        value = key == NULL ? NULL : PyDict_GetItemWithError(given, key);
-        Py_XDECREF(key);
-        if (value == NULL && PyErr_Occurred()) {
+        /* Its own reference: a number's __float__ may take it out of the dict. */
+        if (key == NULL || PyDict_GetItemRef(given, key, &value) < 0) {
+            Py_XDECREF(key);
             return -1;
         }
+        Py_DECREF(key);
         if (value != NULL && value != Py_None &&
             (!read_number(value, &number) || !is_within(&rules[i], number))) {
             char where[64];
 
             (void)snprintf(where, sizeof(where), "%s%s%s", prefix, rules[i].key, suffix);
-            return refuse(client, operation, where, value, rules[i].wanted);
+            status = refuse(client, operation, where, value, rules[i].wanted);
+        }
+        Py_XDECREF(value);
+        if (status < 0) {
+            return status;
         }
     }
     return 0;
@@ -191,32 +198,38 @@ arl_client_check_tags(const arl_client_t *client, PyObject *tags)
     return 0;
 }
 
+/* Makes text of a path object. */
+static int
+check_path(const arl_client_t *client, const char *operation, PyObject *keywords)
+{
+    PyObject *path = NULL, *text;
+    int status = PyDict_GetItemRef(keywords, client->state->names.path, &path);
+
+    if (status <= 0 || path == Py_None) {
+        Py_XDECREF(path);
+        return status < 0 ? -1 : 0;
+    }
+    text = PyOS_FSPath(path);
+    if (text != NULL && PyUnicode_Check(text)) {
+        status = PyDict_SetItem(keywords, client->state->names.path, text);
+    }
+    else {
+        PyErr_Clear();
+        PyErr_Format(PyExc_TypeError,
+                     "%s() argument 'path' must be text, a path object or None, not a %s",
+                     operation, arl_type_name(path));
+        status = -1;
+    }
+    Py_XDECREF(text);
+    Py_DECREF(path);
+    return status < 0 ? -1 : 0;
+}
+
 int
 arl_client_check_checkpoint(const arl_client_t *client, const char *operation, PyObject *keywords)
 {
-    /* borrowed from keywords */
-    PyObject *path = PyDict_GetItemWithError(keywords, client->state->names.path);
-
-    if (path == NULL && PyErr_Occurred()) {
+    if (check_path(client, operation, keywords) < 0) {
         return -1;
-    }
-    if (path != NULL && path != Py_None) {
-        PyObject *text = PyOS_FSPath(path);
-        int status;
-
-        if (text == NULL || !PyUnicode_Check(text)) {
-            Py_XDECREF(text);
-            PyErr_Clear();
-            PyErr_Format(PyExc_TypeError,
-                         "%s() argument 'path' must be text, a path object or None, not a %s",
-                         operation, arl_type_name(path));
-            return -1;
-        }
-        status = PyDict_SetItem(keywords, client->state->names.path, text);
-        Py_DECREF(text);
-        if (status < 0) {
-            return -1;
-        }
     }
     return check_values(client, operation, "", "", checkpoint_rules,
                         sizeof(checkpoint_rules) / sizeof(checkpoint_rules[0]), keywords);
