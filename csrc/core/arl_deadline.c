@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/arl_deadline.h"
 
+#include <sched.h>
 #include <time.h>
 
 enum {
@@ -127,6 +128,9 @@ arl_deadline_wait_spinning(arl_deadline_t *deadline, int64_t spin_ns, bool (*rea
         }
         if (now - begin >= spin_ns) {
             deadline_sleep(now - begin);
+        }
+        else {
+            (void)sched_yield(); /* what is waited for may need this very core */
         }
     }
 }
