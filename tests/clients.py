@@ -252,3 +252,26 @@ def drive(operation: Any) -> Any:
     except StopIteration as stop:
         return stop.value
     raise AssertionError("it waits")
+
+
+def log_prob(client: Any, case: golden.Case, name: str) -> Awaitable[Any]:
+    """`name` is that of the recorded result."""
+    return client.compute_log_prob(
+        case.data(),
+        ref=name == "ref_log_prob",
+        calculate_entropy=name == "log_prob",
+        rollout_n=rollout_n(case),
+        temperature=golden.TEMPERATURE,
+        pad_token_id=PAD,
+    )
+
+
+def update(client: Any, case: golden.Case, data: Any = None) -> Awaitable[Any]:
+    """With the case's own batch unless another is given."""
+    return client.update_actor(
+        case.data() if data is None else data,
+        actor_config=actor_config(case),
+        pad_token_id=PAD,
+        rollout_n=rollout_n(case),
+        temperature=golden.TEMPERATURE,
+    )

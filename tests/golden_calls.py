@@ -23,27 +23,6 @@ def client_over(transport: Any, case: golden.Case) -> ArcticRLClient:
     return ArcticRLClient(transport, case.config, tokenizer=clients.Tokenizer(), prompts_as="text")
 
 
-def log_prob(client: ArcticRLClient, case: golden.Case, name: str) -> Awaitable[Any]:
-    return client.compute_log_prob(
-        case.data(),
-        ref=name == "ref_log_prob",
-        calculate_entropy=name == "log_prob",
-        rollout_n=clients.rollout_n(case),
-        temperature=golden.TEMPERATURE,
-        pad_token_id=clients.PAD,
-    )
-
-
-def update(client: ArcticRLClient, case: golden.Case) -> Awaitable[Any]:
-    return client.update_actor(
-        case.data(),
-        actor_config=clients.actor_config(case),
-        pad_token_id=clients.PAD,
-        rollout_n=clients.rollout_n(case),
-        temperature=golden.TEMPERATURE,
-    )
-
-
 def as_they_are(calls: list[Any]) -> list[Any]:
     """What arrives of these calls where jagged tensors travel."""
     return calls
@@ -70,7 +49,7 @@ def check_log_prob(
     """
     with test_payload_golden.known_warnings():
         calls, result = through(
-            lambda transport: log_prob(client_over(transport, case), case, name)
+            lambda transport: clients.log_prob(client_over(transport, case), case, name)
         )
     clients.same(calls, arriving(case.result(name)["calls"]))
     clients.same(result, case.result(name)["result"])
@@ -79,7 +58,9 @@ def check_log_prob(
 def check_update(through: Through, case: golden.Case, arriving: Any = as_they_are) -> None:
     """An update of a case as recorded; where nothing was, as without a transport between."""
     with test_payload_golden.known_warnings():
-        calls, result = through(lambda transport: update(client_over(transport, case), case))
+        calls, result = through(
+            lambda transport: clients.update(client_over(transport, case), case)
+        )
     if case in test_payload_golden.RECORDED:
         recorded = case.result("update_actor")
         clients.same(calls, arriving(recorded["calls"]))
@@ -87,7 +68,7 @@ def check_update(through: Through, case: golden.Case, arriving: Any = as_they_ar
         return
     direct = clients.Transport()
     with test_payload_golden.known_warnings():
-        wanted = clients.drive(update(client_over(direct, case), case))
+        wanted = clients.drive(clients.update(client_over(direct, case), case))
     clients.same(calls, arriving(direct.calls))
     clients.same(result, wanted)
 

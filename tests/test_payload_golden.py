@@ -39,37 +39,12 @@ def client_of(case: golden.Case) -> arctic_rl_c.ArcticRLClient:
     )
 
 
-def call_log_prob(client: Any, case: golden.Case, name: str) -> Any:
-    return clients.drive(
-        client.compute_log_prob(
-            case.data(),
-            ref=name == "ref_log_prob",
-            calculate_entropy=name == "log_prob",
-            rollout_n=clients.rollout_n(case),
-            temperature=golden.TEMPERATURE,
-            pad_token_id=clients.PAD,
-        )
-    )
-
-
-def call_update(client: Any, data: Any, case: golden.Case) -> Any:
-    return clients.drive(
-        client.update_actor(
-            data,
-            actor_config=clients.actor_config(case),
-            pad_token_id=clients.PAD,
-            rollout_n=clients.rollout_n(case),
-            temperature=golden.TEMPERATURE,
-        )
-    )
-
-
 @pytest.mark.parametrize("name", ["log_prob", "ref_log_prob"])
 @pytest.mark.parametrize("case", golden.CASES, ids=repr)
 def test_log_prob(case: golden.Case, name: str) -> None:
     client = client_of(case)
     with known_warnings():
-        result = call_log_prob(client, case, name)
+        result = clients.drive(clients.log_prob(client, case, name))
     clients.same(client.transport.calls, case.result(name)["calls"])
     clients.same(result, case.result(name)["result"])
 
@@ -97,7 +72,7 @@ UNRECORDED = [case for case in golden.CASES if case not in RECORDED]
 def test_update_actor(case: golden.Case) -> None:
     client = client_of(case)
     with known_warnings():
-        result = call_update(client, case.data(), case)
+        result = clients.drive(clients.update(client, case))
     clients.same(client.transport.calls, case.result("update_actor")["calls"])
     clients.same(result, case.result("update_actor")["result"])
 
@@ -126,8 +101,8 @@ def test_nested_prompts_are_cut_into_mini_batches(case: golden.Case) -> None:
     data = case.data() | {"max_prompt_len": widths[0], "max_response_len": widths[1]}
     ours, dense = client_of(case), client_of(case)
     with known_warnings():
-        result = call_update(ours, data, case)
-        wanted = call_update(dense, padded(data, widths), case)
+        result = clients.drive(clients.update(ours, case, data))
+        wanted = clients.drive(clients.update(dense, case, padded(data, widths)))
     clients.same(result, wanted)
     assert len(ours.transport.calls) == len(dense.transport.calls) == 4
     rows = 0

@@ -399,10 +399,10 @@ def _start_role(
 
 def _stored(op: str, packed: Any) -> Any:
     """The answer itself when it is small, else a `Stored`."""
-    import ray
-
     if op not in _HANDED_ON or tensor_bytes(packed) < _STORE_FROM:
         return packed
+    import ray
+
     return Stored(ray.put(packed))
 
 

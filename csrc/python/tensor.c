@@ -81,7 +81,6 @@ torch_cache(arl_state_t *state, PyObject *torch)
         return -1;
     }
     nested = PyObject_GetAttrString(torch, "nested");
-
     if (nested == NULL) {
         return -1;
     }

@@ -15,7 +15,7 @@ const arl_dl_exchange_t *arl_torch_exchange(arl_state_t *state);
 /*
  * True when a torch tensor is known to be where and what `view` says: memory, dtype, shape,
  * strides and device. False also when that cannot be told this way, and never an exception: then
- * import it anew. Some ten times as fast as asking through Python.
+ * import it anew. Takes a fifth of the time that asking for the address alone takes in Python.
  */
 bool arl_torch_unchanged(arl_state_t *state, const arl_dl_exchange_t *exchange, PyObject *object,
                          const arl_view_t *view);
