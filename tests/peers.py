@@ -11,12 +11,12 @@ import os
 import pickle
 import signal
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import nursery
 
 LIMIT = 60.0  # seconds that anything may take before the test is stuck
 
@@ -46,9 +46,7 @@ class Peer:
     """A child process with `np` and `arctic_rl_c` imported."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _LOOP], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        self.process = nursery.start(_LOOP)
         assert self.eval("1") == 1  # signals from here on reach Python, not its start
 
     @property

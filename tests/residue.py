@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+import nursery
+
 #: Kinds of descriptor that a leaking transport would leave. Plain files and devices are left
 #: out: libraries open those lazily and keep them (fonts, /dev/urandom, tokenizers).
 _KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
@@ -15,9 +17,9 @@ _KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
 SHM_PREFIX = "arl"
 
 
-def _long_lived() -> set[int]:
-    """Descriptors of multiprocessing's helpers, which live as long as this process."""
-    found = set()
+def _long_lived() -> set[int | None]:
+    """Descriptors of helpers that live as long as this process: multiprocessing's and ours."""
+    found = {nursery.descriptor()}
     for name in ("resource_tracker", "forkserver"):
         module = sys.modules.get(f"multiprocessing.{name}")
         helper = getattr(module, f"_{name}", None)
@@ -27,8 +29,8 @@ def _long_lived() -> set[int]:
     return found
 
 
-def _long_lived_pids() -> set[int]:
-    found = set()
+def _long_lived_pids() -> set[int | None]:
+    found = {nursery.pid()}
     for name in ("resource_tracker", "forkserver"):
         module = sys.modules.get(f"multiprocessing.{name}")
         helper = getattr(module, f"_{name}", None)

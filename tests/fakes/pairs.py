@@ -118,17 +118,39 @@ class Pair:
             self.assert_equal()
         assert self.live() == before
 
+    def peers(self) -> list[Peer]:
+        return [*self.receivers, self.sender]
+
+    def ending(self) -> list[list[Peer]]:
+        """Who may end at the same time, in turn."""
+        if self.options.get("transport") == "nccl":  # a rank waits a while for the others' ends
+            return [self.peers()]
+        return [self.receivers, [self.sender]]  # which may have the sender's memory mapped
+
     def assert_nothing_open(self) -> None:
-        for peer, name in [(p, "receiver") for p in self.receivers] + [(self.sender, "sender")]:
-            peer.run(f"{name}.close(); del {name}, params; import gc; gc.collect()")
-            live = peer.run("result = driver.live()")
-            assert live["allocations"] == live["mappings"] == 0, (name, live)
-            assert peer.run("result = driver.communicators()") == 0
+        for peers in self.ending():
+            closing = [
+                peer.start(
+                    "for name in ('sender', 'receiver'):\n"
+                    "    if name in globals(): globals().pop(name).close()\n"
+                )
+                for peer in peers
+            ]
+            for pending in closing:
+                pending.result()
+        for peer in self.peers():
+            live = peer.run(
+                "import gc; del params; gc.collect()\n"
+                "result = {**driver.live(), 'communicators': driver.communicators()}"
+            )
+            assert live["allocations"] == live["mappings"] == live["communicators"] == 0, live
 
     def close(self) -> None:
-        for peer in self.receivers:  # first: they may have the sender's memory mapped
-            peer.close()
-        self.sender.close()
+        for peers in self.ending():
+            for peer in peers:
+                peer.leave()
+            for peer in peers:
+                peer.close()
 
 
 #: Each tensor is gone when the next one is asked for.

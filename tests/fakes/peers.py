@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other processes that use the fakes, told what to do from a test.
 
-A peer is a fresh interpreter that runs statements in a namespace of its own, one after the
+A peer is a process (see nursery.py) that runs statements in a namespace of its own, one after the
 other, and sends back what they leave in `result`. It ends with its pipe, so a test that fails
 leaves none behind; every wait has a limit.
 
@@ -19,11 +19,12 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import nursery
 
 SECONDS = 60
 TESTS = Path(__file__).resolve().parents[1]
@@ -82,13 +83,7 @@ class Peer:
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         paths = [str(TESTS), *(p for p in os.environ.get("PYTHONPATH", "").split(":") if p)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD.format(paths=paths)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **(environment or {})},
-            bufsize=0,
-        )
+        self.process = nursery.start(CHILD.format(paths=paths), dict(environment or {}))
 
     @property
     def pid(self) -> int:
@@ -129,11 +124,15 @@ class Peer:
         self.process.send_signal(number)
         self.process.wait(SECONDS)
 
+    def leave(self) -> None:
+        """Let it end by itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
     def close(self) -> None:
         """Let it end by itself; kill it if it does not."""
-        assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.close()
+        self.leave()
         try:
             self.process.wait(SECONDS)
         except subprocess.TimeoutExpired:
