@@ -37,6 +37,7 @@ def say(text: str) -> None:
 
 def pip_install(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    command.append("--no-compile")  # see compile_all
     return subprocess.run(
         [*command, "-c", str(CONSTRAINTS), *args], stderr=subprocess.PIPE, text=True
     )
@@ -68,6 +69,16 @@ def install_torch() -> None:
         "PIP_EXTRA_INDEX_URL at an index of CPU wheels, or set TORCH_SPEC."
     )
     pip_install_or_exit(f"torch=={version}")
+
+
+def compile_all() -> None:
+    """Write the bytecode of what was installed, on all cores: pip takes a minute on one.
+
+    Files that this Python cannot compile (templates, other versions' syntax) stay as they are.
+    """
+    libraries = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    command = [sys.executable, "-m", "compileall", "-qq", "-j", "0", *sorted(libraries)]
+    subprocess.run(command, check=False)
 
 
 def compiles(text: str, *flags: str) -> bool:
@@ -139,6 +150,7 @@ def main(extras: list[str]) -> None:
         install_torch()
     say(f"installing what {', '.join(extras)} need")
     pip_install_or_exit(*needs)
+    compile_all()
 
 
 if __name__ == "__main__":
