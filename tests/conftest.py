@@ -18,6 +18,7 @@ import pytest
 
 import arctic_rl_c._core as core
 import fakes
+import nursery
 import residue
 
 # Derandomised, so that a failure is a failure everywhere; `explore` looks for new ones. Deadlines
@@ -93,6 +94,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[WAIVED] = [item.nodeid for item in waived]
         config.hook.pytest_deselected(items=waived)
         items[:] = [item for item in items if item not in waived]
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded now stays: a hundred tests collect garbage, and need not search it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    nursery.stop()
 
 
 def pytest_terminal_summary(

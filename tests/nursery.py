@@ -156,6 +156,15 @@ def descriptor() -> int | None:
     return None if _nursery is None else _nursery.link.fileno()
 
 
+def stop() -> None:
+    """Let it end, with the tests."""
+    global _nursery
+    if _nursery is not None:
+        _nursery.link.close()
+        _nursery.process.wait()
+        _nursery = None
+
+
 def _applied_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(_AT_START)}
 
