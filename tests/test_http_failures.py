@@ -28,6 +28,7 @@ from arctic_rl_c import (
     TransportUnavailableError,
     wire,
 )
+from arctic_rl_c.transports import http_connection
 from arctic_rl_c.transports.http import HttpTransport
 from arctic_rl_c.transports.http_errors import HttpRequestError, HttpServerError
 from test_http import PAYLOAD, with_transport
@@ -393,6 +394,30 @@ def test_a_server_that_answers_byte_by_byte(slowly: list[bytes]) -> None:
         pytest.raises(PeerLostError, match="no answer to /capabilities: timed out"),
     ):
         HttpTransport(url, connect_timeout=0.3)
+
+
+def test_an_answer_that_is_cut_is_late_however_its_socket_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reset: the server sent a byte between the cut and the read that the cut ends."""
+    late = threading.Event()
+    cut = http_connection._cut
+
+    def cut_and_tell(*arguments: Any) -> None:
+        cut(*arguments)
+        late.set()
+
+    def read(*_: object) -> bytes:
+        assert late.wait(60)
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(http_connection, "_cut", cut_and_tell)
+    monkeypatch.setattr("http.client.HTTPResponse.read", read)
+    with (
+        raw_server({"/health": HEALTHY}) as url,
+        pytest.raises(PeerLostError, match="no answer to /health: timed out"),
+    ):
+        HttpTransport(url, connect_timeout=0.2)
 
 
 def test_a_server_whose_first_words_break_off() -> None:

@@ -231,9 +231,12 @@ class Connection:
             body = response.read(_PROBE_BYTES)
             if not late.is_set() and response.length and len(body) < _PROBE_BYTES:
                 raise OSError(f"the answer broke off after {len(body)} bytes")
-        except http.client.HTTPException as error:
+        except (OSError, http.client.HTTPException) as error:
+            # A socket that was cut is at its end, reset or broken: the time is over all the same.
             if not late.is_set():
-                raise OSError(f"not an HTTP server: {type(error).__name__}: {error}") from error
+                if isinstance(error, http.client.HTTPException):
+                    raise OSError(f"not an HTTP server: {type(error).__name__}: {error}") from error
+                raise
         finally:
             cutter.cancel()
             connection.close()
