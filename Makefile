@@ -105,7 +105,8 @@ $(CACHE)/asan/.installed: $(VENV)/.needs setup.py tools/asan_sitecustomize.py $(
 	@touch $@
 
 # libstdc++ is preloaded too, or its exceptions (torch throws) are not intercepted. Reports go to
-# files, so that one from a child process cannot get lost.
+# files, so that one from a child process cannot get lost. PYTHONMALLOC is for pytest and the peers
+# of tests/nursery.py, not for programs that load torch.
 .PHONY: asan
 asan: EXPECT = installed,sanitized
 asan: $(CACHE)/asan/.installed ## the default suite under AddressSanitizer and UBSan
