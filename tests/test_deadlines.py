@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import math
 import pickle
+import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ import pytest
 
 import hanging_role
 import recording_role
-from arctic_rl_c import PeerLostError, PeerTimeoutError
+from arctic_rl_c import ConfigError, PeerLostError, PeerTimeoutError
 from arctic_rl_c.local.options import LocalOptions
 from arctic_rl_c.local.server import EmbeddedServer, within
 from arctic_rl_c.transports import ray as ray_transport
@@ -203,6 +204,37 @@ def test_all_transports_have_the_same_deadlines() -> None:
     for cls in (RayTransport, ArcticTransport):
         given = inspect.signature(cls.from_handle).parameters
         assert given["timeout"].default == TIMEOUT and given["timeouts"].default is None, cls
+
+
+NOT_LIMITS = [
+    ({"timeout": "1800"}, "timeout is '1800': it is a number of seconds, 0 or more; infinity"),
+    ({"timeout": math.nan}, "timeout is nan: it is a number"),
+    ({"timeout": True}, "timeout is True: it is a number"),
+    ({"timeout": None}, "timeout is None: it is a number"),
+    ({"timeouts": {"step": -1}}, "timeouts['step'] is -1: it is a number of seconds"),
+    ({"timeouts": {"train": 1.0}}, "timeouts names 'train': it is one of fwd_no_grad, fwd_bwd, "),
+    ({"timeouts": 60}, "timeouts is 60: it is a mapping of ops to seconds"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), NOT_LIMITS)
+def test_what_is_no_limit_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], said: str
+) -> None:
+    def begun(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was begun")
+
+    monkeypatch.setattr("arctic_rl_c.transports.local.RoleProcess", begun)
+    monkeypatch.setattr("arctic_rl_c.transports.ray._connected_ray", begun)
+    monkeypatch.setattr("arctic_rl_c.transports.http.Connection", begun)
+    for make in (
+        lambda: LocalTransport(LocalOptions(), **options),
+        lambda: RayTransport(LocalOptions(), **options),
+        lambda: HttpTransport("http://localhost:1", **options),
+        lambda: EmbeddedServer(SilentRole("trainer"), SilentRole("sampler"), **options),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            make()
 
 
 # ---- the server, over roles that never answer ----------------------------------------------------

@@ -90,9 +90,11 @@ def test_a_client_that_is_not_used_is_told_of(
     backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made: list[Any] = []
-    monkeypatch.setattr("arctic_rl_c.transports.ray.RayTransport", made.append)
+    monkeypatch.setattr(
+        "arctic_rl_c.transports.ray.RayTransport", lambda config, **_: made.append(config)
+    )
     with caplog.at_level(logging.WARNING, "arctic_rl_c.integrations.verl"):
-        backend._start_ray({"some": "config"}, None)
+        backend._start_ray({"some": "config"}, backend.Reach())
     assert made == [{"some": "config"}]
     assert "set remote_backend.comms.transport=arctic" in caplog.text
 

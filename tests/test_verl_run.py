@@ -99,7 +99,7 @@ def plugin(request: pytest.FixtureRequest) -> Iterator[Plugin]:
             made.compat.LoopThread.get()
             # The embedded server in two child processes stands for any that can be attached to.
             made.attach = made.backend.attach
-            patch.setattr(made.backend, "attach", lambda handle: transport)
+            patch.setattr(made.backend, "attach", lambda handle, reach: transport)
             yield made
         finally:
             transport.close()
@@ -308,7 +308,7 @@ def test_what_a_result_becomes(plugin: Plugin) -> None:
 
 def test_a_standalone_server_is_left_awake(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = clients.Transport()
-    monkeypatch.setattr(plugin.backend, "attach", lambda handle: recorder)
+    monkeypatch.setattr(plugin.backend, "attach", lambda handle, reach: recorder)
     monkeypatch.setattr(plugin.backend, "_load_tokenizer", lambda config: clients.Tokenizer())
 
     async def work() -> list[str]:
@@ -379,7 +379,7 @@ def test_sleep_tells_of_requests_that_left_nothing(
     """verl's V1 trainer logs what a request raises, and would train on no responses."""
     recorder = clients.Transport()
     recorder.accepts_token_ids, recorder.server_limits = True, False  # type: ignore[attr-defined]
-    monkeypatch.setattr(plugin.backend, "attach", lambda handle: recorder)
+    monkeypatch.setattr(plugin.backend, "attach", lambda handle, reach: recorder)
     raised: list[Exception] = []
 
     async def before(method: str, count: int) -> None:
@@ -470,9 +470,11 @@ def test_the_backend_attaches_pickles_and_ends_once(plugin: Plugin) -> None:
     asyncio.run(attached.destroy())
     assert plugin.transport._roles[0].alive
     with pytest.raises(ConfigError, match="the handle of another backend"):
-        plugin.attach({"rl_client_reconnect_config": {}})
+        plugin.attach({"rl_client_reconnect_config": {}}, plugin.backend.Reach())
     with pytest.raises(ConfigError, match="'pigeon' cannot be attached to"):
-        plugin.attach({"backend": "arctic_rl_c", "transport": {"transport": "pigeon"}})
+        plugin.attach(
+            {"backend": "arctic_rl_c", "transport": {"transport": "pigeon"}}, plugin.backend.Reach()
+        )
 
 
 class FailingTransport:
@@ -517,7 +519,7 @@ def test_a_start_says_what_it_does_and_what_it_does_not(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, url: plugin.transport)
+    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, reach: plugin.transport)
     user = main_config(train={"zorro_train": {"enable": True}})
     user["actor_rollout_ref"]["actor"].update(clip_ratio=0.3, shuffle=True)
     user["actor_rollout_ref"]["model"]["lora_rank"] = 8
@@ -554,7 +556,7 @@ def test_the_pad_id_is_that_of_the_agent_loops(
 def test_another_checkpoint_engine_is_refused_where_verl_would_use_it(
     plugin: Plugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, url: plugin.transport)
+    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, reach: plugin.transport)
     user = main_config()
     user["actor_rollout_ref"]["rollout"]["checkpoint_engine"] = {"backend": "nccl"}
     if plugin.package.registration.form == "v1":
@@ -568,7 +570,7 @@ def test_another_checkpoint_engine_is_refused_where_verl_would_use_it(
 def test_workers_that_verl_would_take_in_place_of_these_are_refused(
     plugin: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, url: plugin.transport)
+    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, reach: plugin.transport)
     start = plugin.backend.ArcticBackend.from_config
     for value in ("auto", "enable"):
         user = main_config()
@@ -588,7 +590,7 @@ def test_workers_that_verl_would_take_in_place_of_these_are_refused(
 def test_lora_with_a_reference_is_refused(
     plugin: Plugin, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, url: plugin.transport)
+    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, reach: plugin.transport)
     user = main_config()
     user["actor_rollout_ref"]["model"].update(lora)
     plugin.backend.ArcticBackend.from_config(user)  # a warning: all weights are trained
@@ -606,8 +608,8 @@ def test_log_probs_at_the_temperature_of_the_update(
 ) -> None:
     recorder = clients.Transport()
     recorder.accepts_token_ids, recorder.server_limits = True, False  # type: ignore[attr-defined]
-    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, url: recorder)
-    monkeypatch.setattr(plugin.backend, "attach", lambda handle: recorder)
+    monkeypatch.setattr(plugin.backend, "_start_ray", lambda config, reach: recorder)
+    monkeypatch.setattr(plugin.backend, "attach", lambda handle, reach: recorder)
     user = main_config(**({"temperature_in_log_prob": True} if warm else {}))
     user["actor_rollout_ref"]["rollout"]["temperature"] = 0.5
     made = plugin.backend.ArcticBackend.from_config(user)
@@ -622,6 +624,35 @@ def test_log_probs_at_the_temperature_of_the_update(
     user["remote_backend"]["temperature_in_log_prob"] = "yes"
     with pytest.raises(ConfigError, match="temperature_in_log_prob is 'yes': it is true"):
         plugin.backend.ArcticBackend.from_config(user)
+
+
+def test_how_long_an_op_may_take(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys reach the transport of the owner, and of everybody that attaches."""
+    given: list[dict[str, Any]] = []
+
+    def transport(*_: Any, **options: Any) -> Any:
+        given.append({key: options[key] for key in ("timeout", "timeouts")})
+        made = clients.Transport()
+        made.accepts_token_ids, made.server_limits = True, False  # type: ignore[attr-defined]
+        return made
+
+    monkeypatch.setattr("arctic_rl_c.transports.ray.RayTransport", transport)
+    transport.from_handle = transport  # type: ignore[attr-defined]
+    monkeypatch.setattr(plugin.backend, "attach", plugin.attach)
+    comms = {"protocol": "ray", "timeout": 60, "timeouts": {"fwd_bwd": 7200}}
+    made = plugin.backend.ArcticBackend.from_config(main_config(comms=comms))
+    handle = {"backend": "arctic_rl_c", "transport": {"transport": "ray"}}
+    monkeypatch.setattr(type(made), "reconnect_handle", lambda self: handle)
+    plugin.backend.ArcticBackend.from_config(main_config(comms=comms), handle=handle)
+    pickle.loads(pickle.dumps(made))
+    assert given == [{"timeout": 60.0, "timeouts": {"fwd_bwd": 7200.0}}] * 3
+    with pytest.raises(
+        ConfigError, match=r"remote_backend\.comms\.timeout is '1h': it is a number"
+    ):
+        plugin.backend.ArcticBackend.from_config(main_config(comms={"timeout": "1h"}))
+    with pytest.raises(ConfigError, match="timeouts names 'update_actor': it is one of fwd_no_"):
+        flat = {"timeouts": {"update_actor": 1}}
+        plugin.backend.ArcticBackend.from_config(main_config(**flat))
 
 
 def test_a_url_belongs_to_http(plugin: Plugin) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from arctic_rl_c import PeerLostError, WeightSyncError
 from arctic_rl_c.local.routing import Router, as_keys, as_prompts, merge_answers, sequences_of
-from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late
+from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late, limits
 
 _Asked = Sequence[tuple["Role", Future[Any]]]
 
@@ -103,13 +103,13 @@ class EmbeddedServer:
         timeout: float = TIMEOUT,
         timeouts: Mapping[str, float] | None = None,
     ) -> None:
+        self._timeout, self._timeouts = limits(timeout, timeouts)
         self._trainer = trainer
         self._samplers = tuple(sampler) if isinstance(sampler, Sequence) else (sampler,)
         self._router = Router(len(self._samplers), capacity)
         self._cuda_ipc, self._low_memory = cuda_ipc, low_memory
         self._sync_timeout, self._verify = sync_timeout, verify_weights
         self._weight_transport, self._colocated = weight_transport, colocated
-        self._timeout, self._timeouts = timeout, dict(timeouts or {})
         # A sync is a sequence over both roles that must reach its end even when its caller is
         # cancelled or its loop closed: it runs on a thread. One at a time.
         self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="arctic_rl_c sync")

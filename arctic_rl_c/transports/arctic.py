@@ -30,7 +30,7 @@ from arctic_rl_c.client_config import build_client_config
 from arctic_rl_c.transports import arctic_clients, arctic_errors, http_errors
 from arctic_rl_c.transports.arctic_clients import InnerClient
 from arctic_rl_c.transports.arctic_package import ArcticPackage, find_client
-from arctic_rl_c.transports.deadline import TIMEOUT
+from arctic_rl_c.transports.deadline import TIMEOUT, limits
 from arctic_rl_c.transports.dense import dense_payload
 from arctic_rl_c.transports.lane import Lane, LaneTimeoutError, wait_for
 from arctic_rl_c.transports.results import with_token_ids
@@ -120,7 +120,7 @@ class ArcticTransport:
         routes = package.takes(self.protocol, "generate", "routing_key")
         self.accepts_routing_key = (final or self.protocol == "ray") if routes is None else routes
         self.accepts_strict = bool(package.takes(self.protocol, "generate", "strict") or False)
-        self._timeout, self._timeouts = timeout, dict(timeouts or {})
+        self._timeout, self._timeouts = limits(timeout, timeouts)
         self._start_timeout = start_timeout
         self._lock = threading.Lock()
         self._training = Lane("arctic_rl_c arctic training")

@@ -3,14 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from arctic_rl_c import PeerTimeoutError
+from arctic_rl_c import ConfigError, PeerTimeoutError
 from arctic_rl_c.transports.http_errors import complete, consequence
 
 #: Seconds that an op may take where nobody says otherwise, whatever the transport.
 TIMEOUT = 1800.0
+
+#: What may have a limit of its own: the ops of a transport, in the order of docs/transports.md.
+OPS = (
+    *("fwd_no_grad", "fwd_bwd", "step", "generate", "sync_weights"),
+    *("save_checkpoint", "load_checkpoint"),
+    *("sleep_inference", "wake_inference", "reset_prefix_cache"),
+    *("start", "shutdown", "pids", "describe", "weights_digests", "measure_peak_flops"),
+)
 
 #: Ops that must not be done twice.
 _APPLIED_ONCE = frozenset({"fwd_bwd", "step", "sync_weights"})
@@ -24,6 +34,39 @@ _REPEATABLE = frozenset(
         "reset_prefix_cache",
     }
 )
+
+
+def limits(
+    timeout: Any, timeouts: Mapping[str, Any] | None, where: str = ""
+) -> tuple[float, dict[str, float]]:
+    """Check `timeout` and `timeouts`, before anything is started for them.
+
+    Args:
+        timeout: Seconds; `math.inf` is no limit, 0 lets nothing be waited for.
+        timeouts: The same by op.
+        where: What precedes the names in messages, such as `remote_backend.comms.`.
+
+    Raises:
+        ConfigError: One is not such a number, or no op has that name.
+    """
+    if timeouts is not None and not isinstance(timeouts, Mapping):
+        raise ConfigError(
+            f"{where}timeouts is {timeouts!r}: it is a mapping of ops to seconds, such as "
+            "{'generate': 600}"
+        )
+    named = {f"{where}timeout": timeout}
+    for op, seconds in (timeouts or {}).items():
+        if op not in OPS:
+            raise ConfigError(f"{where}timeouts names {op!r}: it is one of {', '.join(OPS)}")
+        named[f"{where}timeouts[{op!r}]"] = seconds
+    for name, seconds in named.items():
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not number or math.isnan(seconds) or seconds < 0:
+            raise ConfigError(
+                f"{name} is {seconds!r}: it is a number of seconds, 0 or more; infinity for no "
+                "limit"
+            )
+    return float(timeout), {op: float(seconds) for op, seconds in (timeouts or {}).items()}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ except ImportError as error:  # pragma: no cover - depends on what is installed
     raise ImportError(
         f"{error}; the HTTP transport needs: pip install 'arctic_rl_c[http]'"
     ) from error
-from arctic_rl_c.transports.deadline import TIMEOUT
+from arctic_rl_c.transports.deadline import TIMEOUT, limits
 from arctic_rl_c.transports.dense import dense_payload
 from arctic_rl_c.transports.http_jobs import JOB_TYPES, initialize_payloads
 from arctic_rl_c.transports.results import with_token_ids
@@ -120,6 +120,7 @@ class HttpTransport:
             raise http_errors.misconfigured(
                 "HttpTransport", f"generation must be auto, final or seed, found {generation!r}"
             )
+        self._timeout, self._timeouts = limits(timeout, timeouts)
         self._connection = Connection(
             url,
             connect_timeout=connect_timeout,
@@ -130,7 +131,6 @@ class HttpTransport:
         self._jobs: dict[str, int | str] = dict(jobs or {})
         self._created: list[str] = []  # of the jobs, those that are ours to end
         self._attached = jobs is not None
-        self._timeout, self._timeouts = timeout, dict(timeouts or {})
         self._connect_timeout, self._ready_timeout = connect_timeout, job_ready_timeout
         self._lock = threading.Lock()
         self._starting: Future[None] | None = None

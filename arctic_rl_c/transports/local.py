@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from arctic_rl_c.local.options import ROLE_FACTORY, LocalOptions, as_dict
 from arctic_rl_c.local.process import RoleProcess
 from arctic_rl_c.local.server import EmbeddedServer
-from arctic_rl_c.transports.deadline import TIMEOUT
+from arctic_rl_c.transports.deadline import TIMEOUT, limits
 
 
 class LocalTransport(EmbeddedServer):
@@ -52,6 +52,7 @@ class LocalTransport(EmbeddedServer):
     ) -> None:
         if not isinstance(options, LocalOptions):
             options = LocalOptions.from_config(options)
+        limits(timeout, timeouts)  # before processes are started
         for model in (options.trainer_model, options.sampler_model):
             model.check()
         self.options = options

@@ -15,7 +15,7 @@ from typing import Any
 from arctic_rl_c import ClosedError, ConfigError, PeerLostError, TransportUnavailableError
 from arctic_rl_c.local.options import ROLE_FACTORY, LocalOptions, as_dict
 from arctic_rl_c.local.remote_errors import rebuild_error
-from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late
+from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late, limits
 from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.off_loop import off_loop
 from arctic_rl_c.transports.ray_actors import ServerActor, lost
@@ -71,6 +71,7 @@ class RayTransport:
         timeout: float = TIMEOUT,
         timeouts: Mapping[str, float] | None = None,
     ) -> None:
+        limits(timeout, timeouts)  # before actors are started
         ray = _connected_ray()
         gpus = ray.cluster_resources().get("GPU", 0)
         if not isinstance(options, LocalOptions):
@@ -127,7 +128,7 @@ class RayTransport:
 
     def _set_up(self, timeout: float, timeouts: Mapping[str, float] | None) -> None:
         self._client = {"id": uuid.uuid4().hex, "identity": identify()}
-        self._timeout, self._timeouts = timeout, dict(timeouts or {})
+        self._timeout, self._timeouts = limits(timeout, timeouts)
         self._lock = threading.Lock()
         self._last_sent: Future[None] = Future()
         self._last_sent.set_result(None)

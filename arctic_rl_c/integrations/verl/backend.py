@@ -11,7 +11,7 @@ from typing import Any
 from verl.remote_backend.base import RemoteBackend
 
 from arctic_rl_c import ArcticRLClient, ConfigError, config_warnings
-from arctic_rl_c.integrations.verl.compat import LoopThread, plain_config
+from arctic_rl_c.integrations.verl.compat import LoopThread, Reach, plain_config
 from arctic_rl_c.local.ignored import embedded_warnings
 
 _log = logging.getLogger("arctic_rl_c.integrations.verl")
@@ -30,7 +30,7 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
         config: The main config in normalised form.
         transport: What the client talks through.
         owner: Whether `destroy` ends the server.
-        temperature_in_log_prob: Log-probs at the rollout's temperature, as the update's are.
+        reach: What of the configuration is the plug-in's own.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
         transport: Any,
         *,
         owner: bool,
-        temperature_in_log_prob: bool = False,
+        reach: Reach | None = None,
     ) -> None:
         self.config = config
         self.transport = transport
-        self._warm = temperature_in_log_prob
+        self._reach = reach or Reach()
         self._owner = owner
         self._destroyed = False
         tokenizer = None
@@ -54,7 +54,7 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
             config,
             owner=owner,
             tokenizer=tokenizer,
-            temperature_in_log_prob=temperature_in_log_prob,
+            temperature_in_log_prob=self._reach.temperature_in_log_prob,
         )
 
     # -- life ----------------------------------------------------------------------------------
@@ -75,19 +75,19 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
             TransportUnavailableError: A package that the transport needs is missing.
         """
         config, reach = plain_config(main_config)
-        warm = reach.temperature_in_log_prob
         if handle is not None:
-            return cls(config, attach(handle), owner=False, temperature_in_log_prob=warm)
+            return cls(config, attach(handle, reach), owner=False, reach=reach)
         from arctic_rl_c.integrations.verl import registration
 
         _check_trainer(config, registration.form)
         protocol = config["remote_backend"]["comms"]["protocol"]
         if reach.transport == "arctic":
-            transport = _start_arctic(config, reach.url)
+            transport = _start_arctic(config, reach)
         elif protocol == "http":
-            transport = _start_http(config, reach.url)
+            transport = _start_http(config, reach)
         else:
-            transport = _start_ray(config, reach.url)
+            transport = _start_ray(config, reach)
+        warm = reach.temperature_in_log_prob
         for text in effective_warnings(config, transport):
             if not (warm and text.startswith("actor_rollout_ref.rollout.temperature=")):
                 _log.warning("%s", text)
@@ -98,7 +98,7 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
         if config["remote_backend"]["train"]["zorro_train"]["enable"]:
             way += "; ZoRRO on"
         print(f"arctic_rl_c: {registration}; transport {way}", flush=True)
-        return cls(config, transport, owner=True, temperature_in_log_prob=warm)
+        return cls(config, transport, owner=True, reach=reach)
 
     def reconnect_handle(self) -> dict[str, Any]:
         """What `from_config(handle=...)` takes. Ray pickles it."""
@@ -128,7 +128,7 @@ class ArcticBackend(RemoteBackend):  # type: ignore[misc]  # verl has no types
             _log.exception("ending the Arctic server failed; it may still be running")
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self.config, self.reconnect_handle(), self._warm)
+        return _rebuild, (self.config, self.reconnect_handle(), self._reach)
 
     # -- training ------------------------------------------------------------------------------
 
@@ -245,11 +245,11 @@ def _check_trainer(config: Mapping[str, Any], form: str) -> None:
         )
 
 
-def _rebuild(config: dict[str, Any], handle: Mapping[str, Any], warm: bool) -> ArcticBackend:
-    return ArcticBackend(config, attach(handle), owner=False, temperature_in_log_prob=warm)
+def _rebuild(config: dict[str, Any], handle: Mapping[str, Any], reach: Reach) -> ArcticBackend:
+    return ArcticBackend(config, attach(handle, reach), owner=False, reach=reach)
 
 
-def attach(handle: Mapping[str, Any]) -> Any:
+def attach(handle: Mapping[str, Any], reach: Reach) -> Any:
     """A transport to the server that a backend's handle describes.
 
     Raises:
@@ -263,22 +263,22 @@ def attach(handle: Mapping[str, Any]) -> Any:
     if inner["transport"] == "ray":
         from arctic_rl_c.transports.ray import RayTransport
 
-        return RayTransport.from_handle(inner)
+        return RayTransport.from_handle(inner, **reach.limits)
     if inner["transport"] == "http":
         from arctic_rl_c.transports.http import HttpTransport
 
-        return HttpTransport.from_handle(inner)
+        return HttpTransport.from_handle(inner, **reach.limits)
     if inner["transport"] == "arctic":
         from arctic_rl_c.transports.arctic import ArcticTransport
 
-        return ArcticTransport.from_handle(inner)
+        return ArcticTransport.from_handle(inner, **reach.limits)
     raise ConfigError(f"the transport {inner['transport']!r} cannot be attached to")
 
 
-def _start_ray(config: dict[str, Any], url: str | None) -> Any:
-    if url is not None:
+def _start_ray(config: dict[str, Any], reach: Reach) -> Any:
+    if reach.url is not None:
         raise ConfigError(
-            f"remote_backend.comms.url is {url!r} and comms.protocol is ray: set it to http"
+            f"remote_backend.comms.url is {reach.url!r} and comms.protocol is ray: set it to http"
         )
     for package in ("arctic_platform", "arctic_training"):
         if importlib.util.find_spec(package) is not None:
@@ -290,20 +290,21 @@ def _start_ray(config: dict[str, Any], url: str | None) -> Any:
             break
     from arctic_rl_c.transports.ray import RayTransport
 
-    return RayTransport(config)
+    return RayTransport(config, **reach.limits)
 
 
-def _start_arctic(config: dict[str, Any], url: str | None) -> Any:
+def _start_arctic(config: dict[str, Any], reach: Reach) -> Any:
     from arctic_rl_c.transports.arctic import ArcticTransport
 
-    return LoopThread.get().run(ArcticTransport.connect(config, url=url))
+    return LoopThread.get().run(ArcticTransport.connect(config, url=reach.url, **reach.limits))
 
 
-def _start_http(config: dict[str, Any], url: str | None) -> Any:
+def _start_http(config: dict[str, Any], reach: Reach) -> Any:
     from arctic_rl_c.transports.http import HttpTransport
 
     # Jobs have to exist before the handle that names them is given away.
-    return LoopThread.get().run(HttpTransport.connect(url or DEFAULT_URL, config=config))
+    url = reach.url or DEFAULT_URL
+    return LoopThread.get().run(HttpTransport.connect(url, config=config, **reach.limits))
 
 
 def _load_tokenizer(config: Mapping[str, Any]) -> Any:

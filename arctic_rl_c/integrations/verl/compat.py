@@ -7,10 +7,11 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from arctic_rl_c import ConfigError, normalize_config, pad_prompt_response
+from arctic_rl_c.transports.deadline import TIMEOUT, limits
 
 _T = TypeVar("_T")
 
@@ -18,7 +19,7 @@ _T = TypeVar("_T")
 _VERL_KEYS = ("name", "custom_backend_module")
 
 #: Keys of `comms`, or beside it, that are the plug-in's own.
-_OWN_KEYS = ("url", "transport", "temperature_in_log_prob")
+_OWN_KEYS = ("url", "transport", "timeout", "timeouts", "temperature_in_log_prob")
 
 #: Batch entries that belong to responses, and are padded as they are.
 _OF_RESPONSES = (
@@ -70,11 +71,20 @@ class Reach:
         url: A server that runs already, with `comms.protocol=http`.
         transport: `arctic` for an installed Arctic client; None for what `comms.protocol` says.
         temperature_in_log_prob: As of `ArcticRLClient`.
+        timeout: Seconds that an op may take.
+        timeouts: The same for single ops.
     """
 
     url: str | None = None
     transport: str | None = None
     temperature_in_log_prob: bool = False
+    timeout: float = TIMEOUT
+    timeouts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What every transport takes of it."""
+        return {"timeout": self.timeout, "timeouts": self.timeouts}
 
 
 def plain_config(main_config: Any) -> tuple[dict[str, Any], Reach]:
@@ -117,7 +127,11 @@ def plain_config(main_config: Any) -> tuple[dict[str, Any], Reach]:
             f"remote_backend.temperature_in_log_prob is {warm!r}: it is true, for log-probs that "
             "are divided by rollout.temperature as the update's are, or false"
         )
-    return normalize_config(config), Reach(own.get("url"), transport, warm)
+    timeout, timeouts = limits(
+        own.get("timeout", TIMEOUT), own.get("timeouts"), "remote_backend.comms."
+    )
+    reach = Reach(own.get("url"), transport, warm, timeout, timeouts)
+    return normalize_config(config), reach
 
 
 def as_padded(data: Any, *, prompt_width: int, response_width: int, pad_token_id: int) -> Any:
