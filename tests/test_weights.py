@@ -8,6 +8,7 @@ import logging
 import math
 import pickle
 import sys
+import signal
 import threading
 import time
 import warnings
@@ -691,6 +692,28 @@ def test_cycles_are_collected() -> None:
         del array
         gc.collect()
         assert gone() is None
+
+
+def test_what_a_call_calls_cannot_use_the_sender_too() -> None:
+    """A signal's handler, in the middle of a wait for a receiver."""
+
+    class Enough(Exception):
+        pass
+
+    def handle(number: int, frame: object) -> None:
+        with pytest.raises(RuntimeError, match=r"in use by this thread, in serve\(\): what that"):
+            sender.close()
+        raise Enough
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with WeightSender(source()) as sender:
+            sender.offer()
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Enough):
+                sender.serve()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_one_thread_at_a_time() -> None:

@@ -452,11 +452,16 @@ arl_guard_enter(arl_state_t *state, arl_guard_t *guard, const char *method)
         return -1;
     }
     if (guard->busy != NULL) {
-        (void)PyErr_Format(PyExc_RuntimeError, "this %s is in use by another thread, in %s()",
+        (void)PyErr_Format(PyExc_RuntimeError,
+                           guard->thread == PyThread_get_thread_ident()
+                               ? "this %s is in use by this thread, in %s(): what that calls (an "
+                                 "iterator of tensors, a signal's handler) cannot use it too"
+                               : "this %s is in use by another thread, in %s()",
                            guard->type, guard->busy);
         return -1;
     }
     guard->busy = method;
+    guard->thread = PyThread_get_thread_ident();
     return 0;
 }
 

@@ -60,7 +60,8 @@ typedef struct arl_guard {
     const char *type; /* "WeightSender" */
     pid_t owner;
     bool closed;
-    const char *busy; /* the method that is running without the GIL, or NULL */
+    const char *busy;     /* the method that is running without the GIL, or NULL */
+    unsigned long thread; /* which runs it */
 } arl_guard_t;
 
 /* How a guarded object begins, so that these three serve all of them. */
