@@ -27,19 +27,38 @@ class Binding(NamedTuple):
     full: int
 
 
-def _square_sum(tensor: Any) -> float:
-    if hasattr(tensor, "detach"):  # torch
-        tensor = tensor.detach()
-        norm = float(tensor.flatten().to(_double_of(tensor)).norm())
-        return norm * norm
-    values = np.asarray(tensor, dtype=np.float64)
-    return float(np.vdot(values, values))
-
-
-def _double_of(tensor: Any) -> Any:
+def _square_sum(name: str, tensor: Any) -> tuple[Any, float]:
+    """What tells the memory of a tensor from all other, and the sum of its squares."""
+    if isinstance(tensor, np.ndarray):
+        try:  # also what ml_dtypes adds, which NumPy calls void
+            if tensor.dtype.kind in "SUOMm":
+                raise TypeError
+            values = np.asarray(tensor, "c16" if tensor.dtype.kind == "c" else "f8")
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"weight_norm: {name!r} is an array of {tensor.dtype}, not of numbers"
+            ) from None
+        key = (tensor.__array_interface__["data"][0], tensor.dtype, tensor.shape, tensor.strides)
+        return key, float(np.vdot(values, values).real)
+    if not hasattr(tensor, "data_ptr"):
+        raise TypeError(
+            f"weight_norm: {name!r} is {_a(tensor)}, wanted a torch tensor or a NumPy array"
+        )
     import torch
 
-    return torch.complex128 if tensor.is_complex() else torch.float64
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise ValueError(
+            f"weight_norm: {name!r} has the layout {tensor.layout} on device {tensor.device}, "
+            "wanted a strided tensor with values"
+        )
+    double = torch.complex128 if tensor.is_complex() else torch.float64
+    norm = float(tensor.flatten().to(double).norm())
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()), norm * norm
+
+
+def _a(value: Any) -> str:
+    return f"of type {type(value).__name__}"
 
 
 def weight_norm(params: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> float:
@@ -48,15 +67,21 @@ def weight_norm(params: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> float:
     Tensors that share their memory, as tied weights do, count once. Two sides of a sync that
     hold the same weights have the same norm up to the order of summation; the checksums of
     `pull(verify=)` compare exactly.
+
+    Raises:
+        TypeError: `params` are no names and tensors, or a tensor holds no numbers.
+        ValueError: A tensor has no values (`meta`), or is sparse.
     """
-    total = 0.0
-    seen = set()
-    for _, tensor in params.items() if isinstance(params, Mapping) else params:
-        if hasattr(tensor, "data_ptr"):
-            key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
-        else:
-            key = (tensor.__array_interface__["data"][0], tensor.shape, tensor.strides)
-        if key not in seen:
-            seen.add(key)
-            total += _square_sum(tensor)
-    return math.sqrt(total)
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"weight_norm: params is {_a(params)}, wanted a mapping of names to tensors, or pairs"
+        )
+    squares = {}
+    for item in params.items() if isinstance(params, Mapping) else params:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise TypeError(
+                f"weight_norm: an item of params is {_a(item)}, wanted pairs of a name and a tensor"
+            )
+        key, square = _square_sum(*item)
+        squares[key] = square
+    return math.sqrt(math.fsum(squares.values()))

@@ -7,8 +7,8 @@ import gc
 import logging
 import math
 import pickle
-import sys
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -975,6 +975,23 @@ def test_views_refuse_what_dlpack_may_ask() -> None:
 # ---- norms ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("params", "error", "said"),
+    [
+        (None, TypeError, "params is of type NoneType, wanted a mapping of names to tensors"),
+        ([1], TypeError, "an item of params is of type int, wanted pairs of a name and a tensor"),
+        ([("a",)], TypeError, "an item of params is of type tuple, wanted pairs"),
+        ({"a": 1.0}, TypeError, "'a' is of type float, wanted a torch tensor or a NumPy array"),
+        ({"a": np.array(["x"])}, TypeError, "'a' is an array of <U1, not of numbers"),
+        ({"a": torch.zeros(2, device="meta")}, ValueError, "'a' has the layout torch.strided on"),
+        ({"a": torch.zeros(2).to_sparse()}, ValueError, "'a' has the layout torch.sparse_coo on"),
+    ],
+)
+def test_weight_norm_of_something_else(params: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=f"^weight_norm: {said}"):
+        weight_norm(params)
+
+
 def test_weight_norm() -> None:
     a, b = torch.randn(5, 7), torch.randn(3).to(torch.bfloat16)
     wanted = math.sqrt(float((a.double() ** 2).sum() + (b.double() ** 2).sum()))
@@ -983,5 +1000,8 @@ def test_weight_norm() -> None:
     assert math.isclose(weight_norm({"a": a.numpy()}), float(a.double().norm()), rel_tol=1e-12)
     assert weight_norm({"f": torch.full((4,), 2.0).to(torch.float8_e4m3fn)}) == 4
     assert weight_norm({"c": torch.tensor([3 + 4j])}) == 5
+    assert weight_norm({"c": np.array([3 + 4j])}) == 5
+    assert weight_norm({"b": np.array([True] * 4)}) == 2
+    assert weight_norm({}) == 0
     assert weight_norm({"i": torch.tensor([3, 4])}) == 5
     assert weight_norm({"z": torch.empty(0), "n": np.empty((0, 2))}) == 0
