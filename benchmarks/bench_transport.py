@@ -179,6 +179,10 @@ def ray(run: Callable[[Any], Any]) -> Iterator[Callable[[dict[str, Any]], Varian
     from arctic_rl_c.transports.ray_watch import identify
 
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Its workers look for modules where it is started: not in the source tree, which may hold the
+    # package without what is built.
+    started = os.getcwd()
+    os.chdir(os.path.dirname(os.path.abspath(__file__)))
     ray.init(
         address="local",
         num_cpus=1,
@@ -188,6 +192,7 @@ def ray(run: Callable[[Any], Any]) -> Iterator[Callable[[dict[str, Any]], Varian
         logging_level="ERROR",
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
     )
+    os.chdir(started)
     actor = ray.remote(ends.BareActor).options(num_cpus=0).remote()
     front = ray.remote(ends.BareFront).options(num_cpus=0).remote(actor)
     server = ray.remote(ServerActor).options(num_cpus=0, max_concurrency=64)

@@ -162,7 +162,7 @@ def _tie_to_parent(parent: int) -> None:
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """For imports whose modules stay: searching them for garbage takes a sixth of their time.
 
     What is there at the end is left out of later searches too.
@@ -190,7 +190,7 @@ def serve(sock: socket.socket) -> None:
         while (request := connection.requests.get()) is not None:
             try:
                 if role is None:
-                    with _without_collections():
+                    with without_collections():
                         factory = load_factory(request["factory"])
                         role = factory(request["role"], request["options"])
                     answer = {"result": {"pid": os.getpid()}}

@@ -94,7 +94,12 @@ class RoleActor:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # Roles take turns on the same cores: threads that spin take the other's time.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from arctic_rl_c.local.worker import INTERRUPT, Interruption, load_factory
+        from arctic_rl_c.local.worker import (
+            INTERRUPT,
+            Interruption,
+            load_factory,
+            without_collections,
+        )
 
         self._busy = threading.Lock()
         self._role: Any = None
@@ -108,7 +113,8 @@ class RoleActor:
             signal.signal(INTERRUPT, self._interruption.raise_if_allowed)
         leave_with(owner, self._leave)
         try:
-            self._role = load_factory(factory)(role, options)
+            with without_collections():
+                self._role = load_factory(factory)(role, options)
         except Exception as error:
             # An exception here would leave Ray's own text only: keep it for the first op.
             self._failed = describe_error(error)
