@@ -156,13 +156,13 @@ def test_exit_is_told_with_code_and_last_words() -> None:
         with pytest.raises(PeerLostError) as caught:
             future.result(WAIT)
         error: Any = caught.value
-        assert f"sampler (pid {pid}) died during 'leave': exit code 7" in str(error)
+        assert f"sampler (pid {pid}) died during 'leave': exit code 7. It is not " in str(error)
         assert "about to leave" in str(error) and "with a last word" in str(error)
         assert (error.role, error.pid, error.exit_code, error.signal) == ("sampler", pid, 7, None)
         assert error.operation == "leave" and error.code == "ARL_ERR_PEER_LOST"
-        with pytest.raises(PeerLostError, match="died during 'echo'"):
+        with pytest.raises(PeerLostError, match="died before 'echo', in 'leave': exit code 7"):
             waiting.result(WAIT)
-        with pytest.raises(PeerLostError, match="died during 'count'"):  # later ones too
+        with pytest.raises(PeerLostError, match="died before 'count', in 'leave'"):  # later ones
             ask(process, "count")
         assert not process.alive
 
@@ -216,7 +216,7 @@ def test_closing_is_orderly_and_idempotent(tmp_path: Path) -> None:
         process.close()
         assert not psutil.pid_exists(pid)
         assert (tmp_path / "farewell").read_text() == "closed in order"
-        with pytest.raises(PeerLostError, match=f"pid {pid}\\) was shut down during 'count'"):
+        with pytest.raises(PeerLostError, match=f"pid {pid}\\) was shut down before 'count'"):
             ask(process, "count")
 
 

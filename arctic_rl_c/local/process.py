@@ -42,6 +42,10 @@ _TAIL_BYTES = 16384
 _SOCKET_BYTES = 1 << 20
 _MAX_BUFFERS = 256  # well below IOV_MAX
 _POLL_SECONDS = 1.0
+_REMEDY = (
+    "It is not started again, as its weights are gone: shut this down, start a new one, and load "
+    "the last checkpoint"
+)
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from arctic_rl_c.local.worker import main; main(sys.argv[2:])"
@@ -80,6 +84,7 @@ class RoleProcess:
         self._current: _Request | None = None
         self._closing = False
         self._lost: str | None = None
+        self._lost_in: str | None = None
         self._start_error: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._tail = bytearray()
@@ -150,7 +155,7 @@ class RoleProcess:
                 self._queue.append(request)
                 os.eventfd_write(self._wake, 1)
                 return request.future
-        request.future.set_exception(self._lost_error(op))
+        request.future.set_exception(self._lost_error(op, begun=False))
         return request.future
 
     def interrupt(self, op: str) -> None:
@@ -313,31 +318,37 @@ class RoleProcess:
         """Fail what is open; later requests fail the same way."""
         with self._lock:
             self._lost = reason
-            pending = [self._current] if self._current is not None else []
+            current = self._current
+            self._lost_in = None if current is None else current.op
+            pending = [current] if current is not None else []
             pending += list(self._queue)
             self._queue.clear()
             self._current = None
         for request in pending:
-            error = self._lost_error(request.op)
+            error = self._lost_error(request.op, begun=request is current)
             if request.future.running() or request.future.set_running_or_notify_cancel():
                 request.future.set_exception(error)
 
-    def _lost_error(self, op: str) -> Exception:
+    def _lost_error(self, op: str, *, begun: bool) -> Exception:
         """What a request gets when the child is not there to answer.
 
         That is what kept the role from starting, or a PeerLostError that names the role, its
-        process, how it ended and the op.
+        process, how it ended, the op, and whether the child had that or ended before.
         """
         if self._start_error is not None:
             return self._start_error
         code = None if self._process is None else self._process.returncode
         reason = self._lost or "was shut down"
-        text = f"{self.role} (pid {self.pid}) {reason} during {op!r}"
+        text = f"{self.role} (pid {self.pid}) {reason} {'during' if begun else 'before'} {op!r}"
+        if not begun and self._lost_in is not None:
+            text += f", in {self._lost_in!r}"
         number = -code if code is not None and code < 0 else None
         if number is not None:
             text += f": killed by {signal.Signals(number).name}"
         elif code is not None and reason == "died":
             text += f": exit code {code}"
+        if reason == "died":
+            text += f". {_REMEDY}"
         tail = self._tail.decode(errors="replace").strip()
         if tail and reason != "was shut down":
             text += "\nits last output:\n" + tail[-2000:]
