@@ -48,9 +48,22 @@ def has_gpu() -> bool:
 
 @functools.cache
 def imports(path: Path) -> frozenset[str]:
-    """Modules that a test file imports, anywhere in it and through helpers beside it."""
+    """Modules that a test file imports, anywhere in it and through helpers beside it.
+
+    What it tries to import, and can do without, is left out.
+    """
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    optional = {
+        part
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With)
+        and ast.unparse(node.items[0]) == "contextlib.suppress(ModuleNotFoundError)"
+        for part in node.body
+    }
+    for node in ast.walk(tree):
+        if node in optional:
+            continue
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:

@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch  # noqa: F401 - the recorded batches are made of its tensors
 
 import golden
 from arctic_rl_c import (

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401 - the processes started here import it
 
 from arctic_rl_c import load_config
 from verl_doubles import DOUBLE, PLUGIN, forget, verl

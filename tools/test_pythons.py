@@ -26,7 +26,10 @@ SAME_EVERYWHERE = (
     *("*_fuzz", "nccl*", "ring*", "host_shm_cuda", "cuda_copy", "loader", "fakes"),
     *("compile", "headers", "ptx", "layering", "project"),
 )
-NEEDS = ("setuptools>=77", "pytest>=8", "pytest-timeout", "hypothesis", "psutil")
+NEEDS = (
+    *("setuptools>=77", "pytest>=8", "pytest-timeout", "hypothesis", "psutil"),
+    *("omegaconf>=2.3", "hydra-core>=1.3"),
+)
 
 
 def find(version: str) -> str | None:
