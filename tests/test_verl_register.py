@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -147,7 +148,12 @@ def test_hydra_finds_the_group_through_the_search_path(tmp_path: Path) -> None:
                 f"hydra.searchpath=[pkg://{PLUGIN}.config]",
                 "remote_backend=arctic",
                 "remote_backend.train.zorro_train.enable=True",
+                "remote_backend.comms.timeout=inf",
+                "remote_backend.comms.timeouts={fwd_bwd: 7200}",
             ],
         )
+        compat = importlib.import_module(f"{PLUGIN}.compat")
+        _, reach = compat.plain_config(config)
     assert config.remote_backend.train.zorro_train.max_rollouts == 3
     assert config.remote_backend.train.zorro_train.enable is True
+    assert reach.limits == {"timeout": math.inf, "timeouts": {"fwd_bwd": 7200.0}}
