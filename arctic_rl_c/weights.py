@@ -42,7 +42,7 @@ def _square_sum(name: str, tensor: Any) -> tuple[Any, float]:
         return key, float(np.vdot(values, values).real)
     if not hasattr(tensor, "data_ptr"):
         raise TypeError(
-            f"weight_norm: {name!r} is {_a(tensor)}, wanted a torch tensor or a NumPy array"
+            f"weight_norm: {name!r} is {_of_type(tensor)}, wanted a torch tensor or a NumPy array"
         )
     import torch
 
@@ -57,7 +57,7 @@ def _square_sum(name: str, tensor: Any) -> tuple[Any, float]:
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()), norm * norm
 
 
-def _a(value: Any) -> str:
+def _of_type(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
@@ -74,13 +74,15 @@ def weight_norm(params: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> float:
     """
     if not isinstance(params, Iterable):
         raise TypeError(
-            f"weight_norm: params is {_a(params)}, wanted a mapping of names to tensors, or pairs"
+            f"weight_norm: params is {_of_type(params)}, wanted a mapping of names to tensors, "
+            "or pairs of them"
         )
     squares = {}
     for item in params.items() if isinstance(params, Mapping) else params:
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise TypeError(
-                f"weight_norm: an item of params is {_a(item)}, wanted pairs of a name and a tensor"
+                f"weight_norm: an item of params is {_of_type(item)}, wanted pairs of a name and a "
+                "tensor"
             )
         key, square = _square_sum(*item)
         squares[key] = square
