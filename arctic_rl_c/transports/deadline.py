@@ -14,13 +14,15 @@ from arctic_rl_c.transports.http_errors import complete, consequence
 #: Seconds that an op may take where nobody says otherwise, whatever the transport.
 TIMEOUT = 1800.0
 
-#: What may have a limit of its own: the ops of a transport, in the order of docs/transports.md.
-OPS = (
+#: Ops of the embedded server that others may call.
+SERVER_OPS = (
     *("fwd_no_grad", "fwd_bwd", "step", "generate", "sync_weights"),
     *("save_checkpoint", "load_checkpoint"),
     *("sleep_inference", "wake_inference", "reset_prefix_cache"),
-    *("start", "shutdown", "pids", "describe", "weights_digests", "measure_peak_flops"),
+    *("describe", "weights_digests", "measure_peak_flops"),
 )
+#: What may have a limit of its own.
+OPS = (*SERVER_OPS, "start", "shutdown", "pids")
 
 #: Ops that must not be done twice.
 _APPLIED_ONCE = frozenset({"fwd_bwd", "step", "sync_weights"})

@@ -71,7 +71,7 @@ class RayTransport:
         timeout: float = TIMEOUT,
         timeouts: Mapping[str, float] | None = None,
     ) -> None:
-        limits(timeout, timeouts)  # before actors are started
+        self._set_up(timeout, timeouts)
         ray = _connected_ray()
         gpus = ray.cluster_resources().get("GPU", 0)
         if not isinstance(options, LocalOptions):
@@ -99,7 +99,6 @@ class RayTransport:
         self._server = remote.options(
             num_cpus=0, max_concurrency=_CONCURRENCY, scheduling_strategy=here
         ).remote(as_dict(options), resources, colocated, identify(), self._factory)
-        self._set_up(timeout, timeouts)
 
     @classmethod
     def from_handle(

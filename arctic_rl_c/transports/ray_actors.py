@@ -25,7 +25,7 @@ from arctic_rl_c import PeerLostError
 from arctic_rl_c.local.options import ROLE_FACTORY
 from arctic_rl_c.local.remote_errors import describe_error, rebuild_error
 from arctic_rl_c.local.server import EmbeddedServer, within
-from arctic_rl_c.transports.deadline import Wait, late
+from arctic_rl_c.transports.deadline import SERVER_OPS, Wait, late
 from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.off_loop import tensor_bytes
 from arctic_rl_c.transports.ray_data import Stored, pack, unpack
@@ -34,25 +34,6 @@ from arctic_rl_c.transports.ray_watch import Process, identify, leave_with
 
 #: How long a running op may go on after the owner has gone, so that it can clean up.
 _GRACE_SECONDS = 2.0
-#: Ops of the server that others may call.
-SERVER_OPS = frozenset(
-    {
-        "fwd_no_grad",
-        "fwd_bwd",
-        "step",
-        "generate",
-        "sync_weights",
-        "save_checkpoint",
-        "load_checkpoint",
-        "sleep_inference",
-        "wake_inference",
-        "reset_prefix_cache",
-        "weights_digests",
-        "describe",
-        "measure_peak_flops",
-    }
-)
-
 #: What Ray raises when an actor, or what it needs, is no longer there.
 _GONE = (
     "RayActorError",
