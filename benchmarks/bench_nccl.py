@@ -4,8 +4,10 @@
 Each run is the round trip as a training loop sees it: the trainer starts the sampler's part
 through a pipe, does its own, and waits for the answer. Variants, in turns:
 
-one flat send       all bytes in one buffer, one ncclSend and ncclRecv: what the link gives
+one flat send       all bytes in one buffer, one ncclSend and ncclRecv: what NCCL gives
+one peer copy       all bytes in one buffer, one copy of the driver's: what the link gives
 ours                offer, pull beside serve; the communicator is kept between syncs
+ours, cuda_ipc      the receiver's GPU reads the sender's memory itself (peer access)
 ours, first         new WeightSender and WeightReceiver, and so a new communicator, each time
 torch, grouped      one send a parameter, all in one NCCL group (batch_isend_irecv)
 torch, broadcast    one torch.distributed broadcast a parameter, as adapters do
@@ -19,7 +21,9 @@ import argparse
 import multiprocessing
 import os
 import socket
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -63,6 +67,11 @@ class End:
         self.nbytes = sum(t.nbytes for t in self.params.values())
         self.flat = torch.empty(self.nbytes // 2, dtype=torch.bfloat16, device=f"cuda:{rank}")
 
+    def one_peer_copy(self) -> None:
+        if self.rank == 0:
+            self.there.copy_(self.flat)
+            torch.cuda.synchronize()
+
     def one_flat(self) -> None:
         (dist.send if self.rank == 0 else dist.recv)(self.flat, 1 - self.rank)
         torch.cuda.synchronize()
@@ -86,18 +95,23 @@ class Sampler(End):
     def __init__(self, model: str) -> None:
         super().__init__(model, 1)
         self.receiver = arctic_rl_c.WeightReceiver(self.params, keep_mapped=True)
+        self.kept_ipc = arctic_rl_c.WeightReceiver(self.params, keep_mapped=True)
         self.stats: Any = None
+        self.came = self.went = 0.0
 
     def call(self, method: str, data: bytes) -> Any:
         if method == "pull":
+            self.came = time.perf_counter()
             self.stats = self.receiver.pull(data)
+            self.went = time.perf_counter()
+            return self.came, self.went, self.stats.as_dict()
+        if method == "pull_ipc":
+            self.kept_ipc.pull(data)
             return None
         if method == "pull_first":
             with arctic_rl_c.WeightReceiver(self.params) as receiver:
                 receiver.pull(data)
             return None
-        if method == "stats":
-            return self.stats.as_dict()
         if method == "check":
             return fingerprint(self.params)
         if method == "spoil":
@@ -116,6 +130,7 @@ def sampler_main(connection: Connection, model: str, port: int) -> None:
         method, data = connection.recv()
         if method == "end":
             sampler.receiver.close()
+            sampler.kept_ipc.close()
             dist.destroy_process_group()
             return
         try:
@@ -140,8 +155,11 @@ class Trainer(End):
         super().__init__(model, 0)
         assert self.connection.poll(LIMIT), "the sampler does not start"
         self.connection.recv()
+        self.there = torch.empty_like(self.flat, device="cuda:1")
         self.sender = self.new_sender(keep=True)
-        self.sent: Any = None
+        self.ipc_sender = arctic_rl_c.WeightSender(self.params, cuda_ipc=True, keep_mapped=True)
+        #: Milliseconds of each part of a round trip of ours, of all of them.
+        self.legs: dict[str, list[float]] = {}
 
     def new_sender(self, keep: bool) -> arctic_rl_c.WeightSender:
         return arctic_rl_c.WeightSender(self.params, transport="nccl", keep_mapped=keep)
@@ -168,9 +186,30 @@ class Trainer(End):
         return run
 
     def ours(self) -> None:
-        self.start("pull", self.sender.offer())
-        self.sent = self.sender.serve()
-        self.answer("pull")
+        stamps = [time.perf_counter()]
+        offer = self.sender.offer()
+        stamps.append(time.perf_counter())
+        self.start("pull", offer)
+        sent = self.sender.serve()
+        stamps.append(time.perf_counter())
+        came, went, got = self.answer("pull")
+        stamps.append(time.perf_counter())
+        for name, seconds in {
+            "offer": stamps[1] - stamps[0],
+            "there": came - stamps[1],
+            "serve": stamps[2] - stamps[1],
+            "serve, from the meeting": sent.copy_seconds,
+            "pull": went - came,
+            "pull, validate": got["validate_seconds"],
+            "pull, open and meet": got["open_seconds"],
+            "pull, transfer": got["copy_seconds"],
+            "back": stamps[3] - went,
+        }.items():
+            self.legs.setdefault(name, []).append(seconds)
+
+    def ours_cuda_ipc(self) -> None:
+        self.start("pull_ipc", self.ipc_sender.offer())
+        self.answer("pull_ipc")
 
     def ours_first(self) -> None:
         with self.new_sender(keep=False) as sender:
@@ -181,8 +220,16 @@ class Trainer(End):
     def close(self) -> None:
         self.start("end")
         self.sender.close()
+        self.ipc_sender.close()
         dist.destroy_process_group()
         self.process.join(LIMIT)
+
+
+def legs(trainer: Trainer) -> str:
+    """Medians of the parts since the last call; both processes read the same clock."""
+    parts = [f"{k} {common.duration(statistics.median(v))}" for k, v in trainer.legs.items()]
+    trainer.legs.clear()
+    return ", ".join(parts)
 
 
 def main() -> None:
@@ -191,9 +238,17 @@ def main() -> None:
     args: argparse.Namespace = parser.parse_args()
     if torch.cuda.device_count() < 2:
         sys.exit("bench_nccl needs two GPUs")
+    common.PAUSE = 0.0  # pauses let both processors and the GPUs doze off: no sync comes then
     trainer = Trainer(args.model)
-    flat = {"one flat send": trainer.both("one_flat")}
-    ours = {"ours": trainer.ours, "ours, first": trainer.ours_first}
+    flat = {
+        "one flat send": trainer.both("one_flat"),
+        "one peer copy": trainer.one_peer_copy,
+    }
+    ours = {
+        "ours": trainer.ours,
+        "ours, cuda_ipc": trainer.ours_cuda_ipc,
+        "ours, first": trainer.ours_first,
+    }
     theirs = {
         "torch, grouped": trainer.both("grouped"),
         "torch, broadcast": trainer.both("broadcast"),
@@ -203,11 +258,14 @@ def main() -> None:
         trainer.ask("spoil")
         variant()
         assert trainer.ask("check") == wanted, f"{name}: the weights differ"
+    trainer.legs.clear()
     results = common.compare({**flat, **ours, **theirs}, args, nbytes=trainer.nbytes)
-    trainer.ours()
+    in_turns = legs(trainer)
+    for _ in range(args.repeats):
+        trainer.ours()
     facts = {
-        "sender": str(trainer.sent.as_dict()),
-        "receiver": str(trainer.ask("stats")),
+        "parts of ours, in turns": in_turns,
+        "parts of ours, one after another": legs(trainer),
         "nccl": str(arctic_rl_c.show_config(as_dict=True)["nccl"]),
     }
     title = f"{args.model}: {len(trainer.params)} tensors, {trainer.nbytes / 1e9:.2f} GB"
