@@ -299,6 +299,16 @@ def test_two_gpus_with_peer_access(pair: Pair) -> None:
     pair.assert_equal()
 
 
+def test_a_receiver_makes_no_context_on_the_senders_gpu(pair: Pair) -> None:
+    """One takes 0.2 s on an H200, and memory of that GPU."""
+    pair.start(devices=(0, 1))
+    pair.sync()
+    pair.receiver.run("before = driver.live()['contexts']")
+    pair.receiver.run("driver.fail('cuDevicePrimaryCtxRetain', 1)")
+    pair.sync()
+    assert pair.receiver.run("result = driver.live()['contexts'] - before") == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "visible"), [({"no_peer": 1}, None), ({}, "1"), ({"devices": "MIG,MIG"}, None)]
 )

@@ -276,8 +276,7 @@ arl_cuda_device_count(const arl_cuda_api_t **api_p, int *count_p, arl_error_t *e
 }
 
 arl_status_t
-arl_cuda_device_open_uuid(const unsigned char uuid[16], arl_cuda_device_t *device_p,
-                          arl_error_t *err)
+arl_cuda_device_find(const unsigned char uuid[16], arl_cuda_device_t *device_p, arl_error_t *err)
 {
     char wanted[ARL_CUDA_UUID_TEXT], text[ARL_CUDA_UUID_TEXT], visible[512] = "";
     const arl_cuda_api_t *api;
@@ -296,7 +295,8 @@ arl_cuda_device_open_uuid(const unsigned char uuid[16], arl_cuda_device_t *devic
             return status;
         }
         if (memcmp(device.uuid, uuid, sizeof(device.uuid)) == 0) {
-            return arl_cuda_device_open(i, device_p, err);
+            *device_p = device;
+            return ARL_OK;
         }
         arl_cuda_uuid_text(device.uuid, text);
         if (used < sizeof(visible)) {

@@ -220,9 +220,13 @@ arl_status_t arl_cuda_device_open(int ordinal, arl_cuda_device_t *device_p, arl_
 /* How many devices this process sees; loads the table too. */
 arl_status_t arl_cuda_device_count(const arl_cuda_api_t **api_p, int *count_p, arl_error_t *err);
 
-/* Opens the visible device with this UUID; ARL_ERR_UNAVAILABLE lists those that are visible. */
-arl_status_t arl_cuda_device_open_uuid(const unsigned char uuid[16], arl_cuda_device_t *device_p,
-                                       arl_error_t *err);
+/*
+ * What is known of the visible device with this UUID; ARL_ERR_UNAVAILABLE lists those that are
+ * visible. It has no context, which would take 0.2 s and some hundred MB of that device where the
+ * process has none there yet: there is nothing to close.
+ */
+arl_status_t arl_cuda_device_find(const unsigned char uuid[16], arl_cuda_device_t *device_p,
+                                  arl_error_t *err);
 
 void arl_cuda_device_close(arl_cuda_device_t *device); /* also twice */
 

@@ -16,8 +16,9 @@
  */
 enum { THREADS = 512, BLOCKS_PER_SM = 1 };
 
-/* A wait for a device is spun this long before it sleeps: a pull of a few GB ends within it. */
-static const int64_t SPIN_NS = 2000000;
+/* A wait for a device is spun this long before it sleeps: a pull of some GB ends within it, from
+ * another GPU too, and sleeping through part of it costs up to a tenth of its time. */
+static const int64_t SPIN_NS = 20 * 1000 * 1000;
 
 /* ---- engine --------------------------------------------------------------------------------- */
 

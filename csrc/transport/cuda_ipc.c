@@ -378,10 +378,9 @@ find_ordinal(const arl_pull_t *pull, int *ordinal_p, arl_error_t *err)
         status = arl_cuda_find_destination(pull, ordinal_p, err);
     }
     if (status == ARL_OK && *ordinal_p < 0) { /* nothing is written: be where the sender is */
-        status = arl_cuda_device_open_uuid(pull->offer->unit.uuid, &device, err);
+        status = arl_cuda_device_find(pull->offer->unit.uuid, &device, err);
         if (status == ARL_OK) {
             *ordinal_p = device.ordinal;
-            arl_cuda_device_close(&device);
         }
     }
     return status;

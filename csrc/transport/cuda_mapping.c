@@ -137,14 +137,9 @@ arl_cuda_check_units(const arl_pull_t *pull, const arl_cuda_device_t *device, ar
     if (memcmp(unit->uuid, device->uuid, sizeof(unit->uuid)) == 0) {
         return ARL_OK;
     }
-    if (arl_cuda_device_open_uuid(unit->uuid, &peer, NULL) == ARL_OK) {
-        if (device->api->cuDeviceCanAccessPeer(&can, device->device, peer.device) !=
-            ARL_CUDA_SUCCESS) {
-            can = 0;
-        }
-        arl_cuda_device_close(&peer);
-    }
-    if (can) {
+    if (arl_cuda_device_find(unit->uuid, &peer, NULL) == ARL_OK &&
+        device->api->cuDeviceCanAccessPeer(&can, device->device, peer.device) == ARL_CUDA_SUCCESS &&
+        can) {
         return ARL_OK;
     }
     arl_cuda_uuid_text(unit->uuid, theirs);

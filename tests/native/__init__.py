@@ -176,14 +176,6 @@ def pointer(address: int) -> Pointer:
     return info
 
 
-def open_uuid(uuid: bytes) -> int:
-    """The ordinal of the device with this UUID."""
-    ordinal = library().shim_open_uuid(uuid)
-    if ordinal < 0:
-        check(ordinal)
-    return int(ordinal)
-
-
 def make_copy(
     itemsize: int,
     shape: Sequence[int],

@@ -24,7 +24,6 @@ EXPORT int shim_nccl_load(void);
 EXPORT const char *shim_found(int nccl, int field);
 EXPORT void shim_add_root(const char *folder);
 EXPORT int shim_pointer_query(const void *pointer, arl_cuda_pointer_t *info_p);
-EXPORT int shim_open_uuid(const unsigned char *uuid);
 EXPORT arl_cuda_engine_t *shim_engine_open(int ordinal, unsigned threads, unsigned blocks);
 EXPORT void shim_engine_close(arl_cuda_engine_t *engine);
 EXPORT void shim_engine_drop_kernels(arl_cuda_engine_t *engine);
@@ -128,18 +127,6 @@ shim_pointer_query(const void *pointer, arl_cuda_pointer_t *info_p)
 
     return status != ARL_OK ? status
                             : arl_cuda_pointer_query(api, pointer, "weight", info_p, &error);
-}
-
-int
-shim_open_uuid(const unsigned char *uuid)
-{
-    arl_cuda_device_t device = {0};
-    arl_status_t status = arl_cuda_device_open_uuid(uuid, &device, fresh());
-    const int ordinal = device.ordinal;
-
-    arl_cuda_device_close(&device);
-    arl_cuda_device_close(&device); /* twice is fine */
-    return status == ARL_OK ? ordinal : status;
 }
 
 arl_cuda_engine_t *
