@@ -8,8 +8,8 @@ local  `bare socket`: one buffer through a socket pair to another process, which
        memory of its own. `bare shared memory`: copied into memory that both have mapped, and out
        of it. `bare exchange`: the socket, with an answer of the forward's size.
 ray    `bare put and get`: the tensors as arrays through `ray.put` to an actor. `bare, two actors`:
-       with another in front, as ours has one that orders the ops. `bare exchange`: to the one
-       actor, with arrays as the answer; `bare exchange, two`: with the other in front.
+       with another in front, which passes the reference on. `bare exchange`: to the one actor,
+       with arrays as the answer; `bare exchange, two`: with the other in front.
 http   `bare post`: a body to a handler that reads it, by aiohttp alone. `bare exchange`: likewise.
 
 Encoding and decoding are timed alone too, to tell which share of a round trip is ours. Ray is

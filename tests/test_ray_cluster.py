@@ -32,6 +32,7 @@ from arctic_rl_c import (
 )
 from arctic_rl_c.local.grpo import make_data
 from arctic_rl_c.local.options import LocalOptions, ModelOptions
+from arctic_rl_c.transports import ray_loan
 from arctic_rl_c.transports.ray import RayTransport
 from arctic_rl_c.transports.ray_actors import RayRole, RoleActor
 from arctic_rl_c.transports.ray_watch import identify
@@ -244,6 +245,34 @@ def test_a_trainer_that_hangs_and_is_killed_in_an_update(ray: Any, tmp_path: Pat
         assert (await update(client_of(another)))["metrics"]["grad_norm"] > 0
         assert (await another.sync_weights())["version"] == 1
         await another.shutdown()
+
+    bounded(work)
+
+
+def test_a_client_that_dies_with_the_trainer_in_its_hands(ray: Any) -> None:
+    """Its payload never comes. The others do not wait for the end of the loan."""
+
+    class Borrower:
+        def __init__(self, handle: dict[str, Any]) -> None:
+            self.transport = RayTransport.from_handle(handle)
+
+        async def borrow(self) -> bool:
+            asked = "a loan", "fwd_no_grad", {}, self.transport._client, 600.0, True
+            answer = await self.transport._server.lend.remote(*asked)
+            return bool(answer["result"]["actor"])
+
+    transport = test_golden_transports.RecordingRay(options())
+
+    async def work() -> None:
+        borrower = ray.remote(Borrower).options(num_cpus=0).remote(transport.reconnect_handle())
+        assert await borrower.borrow.remote()
+        begin = time.monotonic()
+        waiting = asyncio.ensure_future(transport.fwd_bwd(update_payload()))
+        await asyncio.sleep(0)
+        ray.kill(borrower)
+        await waiting
+        assert time.monotonic() - begin < ray_loan.LOAN_SECONDS / 2
+        await transport.shutdown()
 
     bounded(work)
 

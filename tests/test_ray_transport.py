@@ -30,10 +30,10 @@ from arctic_rl_c import (
     WrongProcessError,
 )
 from arctic_rl_c.local.options import LocalOptions, ModelOptions, TrainerOptions
-from arctic_rl_c.transports import Transport, ray_actors
+from arctic_rl_c.transports import Transport
 from arctic_rl_c.transports.ray import RayTransport
 from arctic_rl_c.transports.ray_actors import RayRole
-from arctic_rl_c.transports.ray_data import PackedTensor, Stored, pack, unpack
+from arctic_rl_c.transports.ray_data import PackedTensor, pack, unpack
 from ray_doubles import ray
 from test_golden_transports import RecordingRay, through_one
 from test_local_trainer import log_prob_payload, update_payload
@@ -147,33 +147,6 @@ def test_a_large_payload_is_copied_off_the_loop(ray: Any, monkeypatch: pytest.Mo
     calls, _ = through_one(transport)(use)
     found = [(name, payload and payload["meta"]["number"]) for name, payload, _ in calls]
     assert found == [("fwd_bwd", 1), ("fwd_bwd", 2), ("step", None), ("step", None)]
-    asyncio.run(transport.shutdown())
-
-
-def test_a_large_answer_is_fetched_from_the_store(
-    ray: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server in front hands on where it is; what is lost meanwhile was the trainer's."""
-    monkeypatch.setattr(ray_actors, "_STORE_FROM", 0)
-    transport = RecordingRay(options())
-    payload = {"batch": {"input_ids": torch.ones((2, 3))}, "meta": {}, "processing": {}}
-
-    async def work() -> None:
-        before = len(ray.state.objects)
-        stored = await transport.fwd_no_grad(payload)
-        assert len(ray.state.objects) == before + 2  # the payload and the answer
-        monkeypatch.setattr(ray_actors, "_STORE_FROM", 1 << 40)
-        sent = await transport.fwd_no_grad(payload)
-        assert repr(stored) == repr(sent)
-        monkeypatch.setattr(ray_actors, "_STORE_FROM", 0)
-        gone = ray.ObjectRef(Future(), key=len(ray.state.objects))
-        gone.future().set_exception(ray.exceptions.RayActorError("its owner has died"))
-        ray.state.objects[gone.key] = gone
-        monkeypatch.setattr(ray_actors, "Stored", lambda _: Stored(gone))
-        with pytest.raises(PeerLostError, match=r"the trainer .*died during 'fwd_no_grad'"):
-            await transport.fwd_no_grad(payload)
-
-    asyncio.run(work())
     asyncio.run(transport.shutdown())
 
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
-import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from arctic_rl_c import ClosedError, ConfigError, PeerLostError, TransportUnavailableError
 from arctic_rl_c.local.options import ROLE_FACTORY, LocalOptions, as_dict
-from arctic_rl_c.local.remote_errors import rebuild_error
+from arctic_rl_c.local.remote_errors import describe_error, rebuild_error
 from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late, limits
 from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.off_loop import off_loop
 from arctic_rl_c.transports.ray_actors import ServerActor, lost
-from arctic_rl_c.transports.ray_data import Stored, pack, unpack
+from arctic_rl_c.transports.ray_data import pack, unpack
+from arctic_rl_c.transports.ray_loan import too_late
 from arctic_rl_c.transports.ray_watch import identify
 
 #: Ops of the server that may wait side by side.
@@ -128,9 +131,8 @@ class RayTransport:
     def _set_up(self, timeout: float, timeouts: Mapping[str, float] | None) -> None:
         self._client = {"id": uuid.uuid4().hex, "identity": identify()}
         self._timeout, self._timeouts = limits(timeout, timeouts)
-        self._lock = threading.Lock()
-        self._last_sent: Future[None] = Future()
-        self._last_sent.set_result(None)
+        self._loans = itertools.count(1)
+        self._trainer: Any = None  # its actor, once it has been lent
 
     # -- ops -----------------------------------------------------------------------------------
 
@@ -138,14 +140,14 @@ class RayTransport:
         self, payload: Mapping[str, Any], reference_model: bool = False
     ) -> dict[str, Any]:
         """See `Trainer.forward`."""
-        result: dict[str, Any] = await self._call(
+        result: dict[str, Any] = await self._call_trainer(
             "fwd_no_grad", payload, reference_model=reference_model
         )
         return result
 
     async def fwd_bwd(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         """See `Trainer.forward_backward`."""
-        result: dict[str, Any] = await self._call("fwd_bwd", payload)
+        result: dict[str, Any] = await self._call_trainer("fwd_bwd", payload)
         return result
 
     async def step(self) -> dict[str, Any]:
@@ -221,7 +223,7 @@ class RayTransport:
         """
         seconds = self._seconds("pids")
         facts = self._server.facts.remote(seconds)
-        result: dict[str, int] = await self._answer("pids", facts, seconds)
+        result: dict[str, int] = await self._answer_of_server("pids", facts, seconds)
         return result
 
     # -- life ----------------------------------------------------------------------------------
@@ -259,52 +261,72 @@ class RayTransport:
         if self._placement is not None:
             ray.util.remove_placement_group(self._placement)
 
-    async def _call(
-        self, op: str, payload: Mapping[str, Any] | None = None, /, **arguments: Any
-    ) -> Any:
-        """Have the server run an op. Those of one loop are sent in the order of their calls."""
+    # Nothing is awaited before an op is sent: those of one loop reach the server in the order of
+    # their calls.
+
+    async def _call(self, op: str, **arguments: Any) -> Any:
+        """Have the server run an op."""
         self._check_open(op)
         seconds = self._seconds(op)
-        before, sent = self._line_up()
+        asked = self._server.call.remote(op, arguments, self._client, seconds)
+        return await self._answer_of_server(op, asked, seconds)
+
+    async def _call_trainer(self, op: str, payload: Mapping[str, Any], **arguments: Any) -> Any:
+        """Run an op on a payload, with a loan of the trainer: see `ray_loan`."""
+        self._check_open(op)
+        seconds = self._seconds(op)
+        until = time.monotonic() + seconds
+        number = f"{self._client['id']} {next(self._loans)}"
+        asked = self._server.lend.remote(
+            number, op, arguments, self._client, seconds, self._trainer is None
+        )
+        storing = asyncio.ensure_future(off_loop(_put, payload))
+        storing.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            if not before.done():
-                await asyncio.wrap_future(before)
-            if payload is not None:
-                # In the object store, from where the server passes it on without reading it.
-                arguments["payload"] = [await off_loop(_put, payload)]
+            loan = await self._answer_of_server(op, asked, seconds)
+            self._trainer = loan.get("actor", self._trainer)
+            await asyncio.wait({storing}, timeout=_left(until))
+            if not storing.done():
+                raise late(op, seconds, [Wait("object store", None, begun=False)])
             self._check_open(op)
-            reference = self._server.call.remote(op, arguments, self._client, seconds)
-        finally:
-            # One that was cancelled has not been sent, but those before it may have to be yet.
-            before.add_done_callback(lambda _: sent.set_result(None))
-        return await self._answer(op, reference, seconds)
-
-    def _line_up(self) -> tuple[Future[None], Future[None]]:
-        """Done when the call before this one has been sent; to be set when this one has."""
-        sent: Future[None] = Future()
-        sent.set_running_or_notify_cancel()  # a waiter that is cancelled cannot cancel it
-        with self._lock:
-            before, self._last_sent = self._last_sent, sent
-        return before, sent
-
-    async def _answer(self, op: str, reference: Any, seconds: float) -> Any:
-        """What the server answers, which has the deadline, and knows best who is late."""
-        waiting = asyncio.ensure_future(_got(op, reference))
-        try:
-            await asyncio.wait({waiting}, timeout=_with_grace(seconds))
-        finally:
-            in_time = waiting.done()
-            waiting.cancel()
-        if not in_time:
-            raise late(op, seconds, [Wait("server", None, begun=True)])
-        try:
-            answer = waiting.result()
-        except PeerLostError:
+            called = self._trainer.call.remote(
+                loan["op"], loan["arguments"], storing.result(), number
+            )
+        except BaseException as error:
+            storing.cancel()
+            self._return(number, error)
             raise
-        except Exception as error:
-            raise lost("server", op, error) from error
-        if "error" in answer:
-            raise rebuild_error(answer["error"])
+        answered = called.future()
+        answered.add_done_callback(partial(self._ended, number))
+        waits = [Wait("trainer", loan["pid"], begun=True)]
+        answer = await _answer(
+            answered, until, "trainer", loan["op"], partial(late, op, seconds, waits)
+        )
+        if "withdrawn" in answer:
+            raise too_late(op)
+        return unpack(answer["result"])
+
+    def _ended(self, loan: str, answered: Future[Any]) -> None:
+        error = answered.exception()
+        if error is None and "error" in answered.result():
+            error = rebuild_error(answered.result()["error"])
+        self._return(loan, error)
+
+    def _return(self, loan: str, error: BaseException | None) -> None:
+        """Tell the server that the trainer has done what it was lent for, or will not be asked."""
+        if error is not None and not isinstance(error, Exception):
+            error = RuntimeError(repr(error))  # cancelled
+        described = None if error is None else describe_error(error)
+        with contextlib.suppress(Exception):  # one that has died needs not know
+            self._server.returned.remote(loan, described)
+
+    async def _answer_of_server(self, op: str, asked: Any, seconds: float) -> Any:
+        """What the server answers, which has the deadline, and knows best who is late."""
+        until = time.monotonic() + seconds + _GRACE_SECONDS
+        waits = [Wait("server", None, begun=True)]
+        answer = await _answer(
+            asked.future(), until, "server", op, partial(late, op, seconds, waits)
+        )
         return unpack(answer["result"])
 
     def _seconds(self, op: str) -> float:
@@ -321,20 +343,44 @@ def _put(payload: Mapping[str, Any]) -> Any:
     return ray.put(pack(dict(payload)))
 
 
-async def _got(op: str, reference: Any) -> Any:
-    """The server's answer, and what it says is stored."""
-    answer = await reference
-    result = answer.get("result")
-    if not isinstance(result, Stored):
-        return answer
-    try:
-        return {"result": await result.reference}
-    except Exception as error:  # with the role that made it, or its node's store
-        raise lost("trainer", op, error) from error
+async def _answer(
+    answered: Future[dict[str, Any]],
+    until: float,
+    role: str,
+    op: str,
+    late: Callable[[], Exception],
+) -> dict[str, Any]:
+    """What an actor answers.
+
+    Args:
+        answered: Ray's own future of it, which nothing here cancels.
+        until: The deadline, by `time.monotonic`.
+        role: Whose death it is when the actor dies.
+        op: What it was asked.
+        late: Makes the error of the deadline.
+    """
+    loop = asyncio.get_running_loop()
+    come: asyncio.Future[None] = loop.create_future()
+
+    def wake(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(come.set_result, None)
+
+    answered.add_done_callback(wake)
+    await asyncio.wait({come}, timeout=_left(until))
+    if not come.done():
+        raise late()
+    error = answered.exception()
+    if error is not None:
+        raise lost(role, op, error) from error
+    answer: dict[str, Any] = answered.result()
+    if "error" in answer:
+        raise rebuild_error(answer["error"])
+    return answer
 
 
-def _with_grace(seconds: float) -> float | None:
-    return None if seconds == math.inf else seconds + _GRACE_SECONDS
+def _left(until: float) -> float | None:
+    return None if until == math.inf else max(0.0, until - time.monotonic())
 
 
 def _connected_ray() -> Any:

@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from arctic_rl_c import PeerLostError
+from arctic_rl_c import PeerLostError, PeerTimeoutError
 from arctic_rl_c.local.options import ROLE_FACTORY
 from arctic_rl_c.local.remote_errors import describe_error, rebuild_error
 from arctic_rl_c.local.server import EmbeddedServer, within
 from arctic_rl_c.transports.deadline import SERVER_OPS, Wait, late
 from arctic_rl_c.transports.http_errors import complete
-from arctic_rl_c.transports.off_loop import tensor_bytes
-from arctic_rl_c.transports.ray_data import Stored, pack, unpack
+from arctic_rl_c.transports.ray_data import pack, unpack
+from arctic_rl_c.transports.ray_loan import Lender, Loan
 from arctic_rl_c.transports.ray_turn import TrainingTurn
 from arctic_rl_c.transports.ray_watch import Process, identify, leave_with
 
@@ -46,12 +46,6 @@ _REMEDY = (
     "No actor is started again, as its weights are gone: end this transport, start a new one in "
     "the process that owns it, and load the last checkpoint"
 )
-
-
-#: Ops whose answers the server hands on without a look, and from how many bytes on it is not even
-#: given them: each actor that an answer passes through reads it and stores it anew.
-_HANDED_ON = frozenset({"forward", "forward_backward"})
-_STORE_FROM = 1 << 20
 
 
 class RoleActor:
@@ -86,6 +80,9 @@ class RoleActor:
         self._role: Any = None
         self._failed: dict[str, Any] | None = None
         self._interruption = Interruption()
+        # The loan that was used last, and those that are not to be used: see `ray_loan`.
+        self._loan: str | None = None
+        self._withdrawn: set[str] = set()
         # Ray runs the ops of an actor like this one on the main thread, where Python runs the
         # handlers of signals.
         self._main = threading.current_thread()
@@ -100,10 +97,24 @@ class RoleActor:
             # An exception here would leave Ray's own text only: keep it for the first op.
             self._failed = describe_error(error)
 
-    def call(self, op: str, arguments: Mapping[str, Any], payload: Any = None) -> dict[str, Any]:
-        """Run one of the role's ops: `{"result"}` or `{"error"}`."""
+    def call(
+        self, op: str, arguments: Mapping[str, Any], payload: Any = None, loan: str | None = None
+    ) -> dict[str, Any]:
+        """Run one of the role's ops: `{"result"}` or `{"error"}`.
+
+        Args:
+            op: Its name.
+            arguments: Its keyword arguments, but for `payload`, which is packed.
+            payload: Only with a loan.
+            loan: Its number, when a client asks and not the server. `{"withdrawn": True}` is the
+                answer to one that came too late.
+        """
         from arctic_rl_c.local.worker import run_op
 
+        if loan is not None:
+            if loan in self._withdrawn:
+                return {"withdrawn": True}
+            self._loan = loan
         if self._failed is not None:
             return {"error": self._failed}
         try:
@@ -114,9 +125,16 @@ class RoleActor:
                 result = self._interruption.run(
                     op in self._role.INTERRUPTIBLE, partial(run_op, self._role, op, given)
                 )
-            return {"result": _stored(op, pack(result))}
+            return {"result": pack(result)}
         except Exception as error:
             return {"error": describe_error(error)}
+
+    def withdraw(self, loan: str) -> bool:
+        """Refuse what comes with this loan from now on; whether something has come with it."""
+        if self._loan == loan:
+            return True
+        self._withdrawn.add(loan)
+        return False
 
     def close(self) -> None:
         """Give back what the role holds outside its process."""
@@ -146,7 +164,7 @@ class RoleActor:
 class _Request:
     op: str
     arguments: Mapping[str, Any]
-    payload: Any
+    loan: Loan | None
     outcome: Future[Any] = field(default_factory=Future)
 
 
@@ -172,10 +190,8 @@ class RayRole:
         actor.identity.remote().future().add_done_callback(self._identified)
 
     def submit(self, op: str, **arguments: Any) -> Future[Any]:
-        """Ask for an op. A `payload` is an object reference in a list, and goes on as it is."""
-        payload = arguments.pop("payload", None)
-        # In a list Ray leaves a reference alone; as an argument it is fetched by the role.
-        request = _Request(op, arguments, payload[0] if payload is not None else None)
+        """Ask for an op. Where its `payload` is a `Loan`, a client asks when it is its turn."""
+        request = _Request(op, arguments, arguments.pop("payload", None))
         with self._lock:
             self._queue.append(request)
         self._next()
@@ -197,10 +213,14 @@ class RayRole:
                 return
             self._handing = True
         while (request := self._take()) is not None:
+            if request.loan is not None:
+                settle = partial(self._settle, request, result=None)
+                request.loan.grant(request.op, request.arguments, settle)
+                continue
             try:
-                answered = self.actor.call.remote(request.op, request.arguments, request.payload)
+                answered = self.actor.call.remote(request.op, request.arguments)
             except Exception as error:  # what cannot be pickled
-                self._settle(request, error, None)
+                self._settle(request, error)
                 continue
             answered.future().add_done_callback(partial(self._finish, request))
 
@@ -234,13 +254,13 @@ class RayRole:
     def _finish(self, request: _Request, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
-            self._settle(request, lost(self.role, request.op, error), None)
+            self._settle(request, lost(self.role, request.op, error))
         elif "error" in done.result():
-            self._settle(request, rebuild_error(done.result()["error"]), None)
+            self._settle(request, rebuild_error(done.result()["error"]))
         else:
             self._settle(request, None, done.result()["result"])
 
-    def _settle(self, request: _Request, error: Exception | None, result: Any) -> None:
+    def _settle(self, request: _Request, error: BaseException | None, result: Any = None) -> None:
         with self._lock:
             self._current = None
         if error is not None:
@@ -275,6 +295,7 @@ class ServerActor:
             _start_role(options, resources, index, factory) for index in range(len(resources))
         ]
         self._turn = TrainingTurn()
+        self._lender = Lender(self._withdraw)
         self._server = EmbeddedServer(
             self._roles[0],
             self._roles[1:],
@@ -308,6 +329,69 @@ class ServerActor:
             return {"result": result}
         except Exception as error:
             return {"error": describe_error(error)}
+
+    async def lend(
+        self,
+        number: str,
+        op: str,
+        arguments: Mapping[str, Any],
+        client: Mapping[str, Any],
+        seconds: float,
+        introduce: bool,
+    ) -> dict[str, Any]:
+        """Lend a client the trainer for an op with a payload, when it is its turn.
+
+        Args:
+            number: Of this loan, unlike any other.
+            op: `fwd_bwd` or `fwd_no_grad`.
+            arguments: Its keyword arguments, but for `payload`.
+            client: As for `call`.
+            seconds: How long all of it may take.
+            introduce: Whether the client does not know the trainer's actor yet.
+
+        Returns:
+            `{"error"}`, or `{"result"}`: the `op` and `arguments` that the trainer is to be asked,
+            its `pid`, and to `introduce` it, its `actor`. Once that has answered, or the client
+            has given up before it asked, it calls `returned`.
+        """
+        loan = Loan()
+        running = asyncio.ensure_future(self._run_lent(loan, op, arguments, client, seconds))
+        answer = await self._lender.lend(number, loan, running, client)
+        if answer.get("result") is not None:
+            trainer = self._roles[0]
+            answer["result"]["pid"] = trainer.pid
+            if introduce:
+                answer["result"]["actor"] = trainer.actor
+        return answer
+
+    async def _run_lent(
+        self,
+        loan: Loan,
+        op: str,
+        arguments: Mapping[str, Any],
+        client: Mapping[str, Any],
+        seconds: float,
+    ) -> dict[str, Any]:
+        """The op of a loan, from its place in the queue to its end."""
+        try:
+            with self._turn.taken(op, client), within(seconds):
+                try:
+                    await getattr(self._server, op)(payload=loan, **arguments)
+                except PeerTimeoutError as error:
+                    # Once it was granted the client has the deadline, and knows what became of it.
+                    if not (loan.granted.done() or getattr(error, "maybe_applied", False)):
+                        raise
+                    await asyncio.wrap_future(loan.ended)
+            return {"result": None}
+        except Exception as error:
+            return {"error": describe_error(error)}
+
+    async def returned(self, number: str, error: Mapping[str, Any] | None) -> None:
+        """A client does not need its loan any more; `error` is how the op failed, if it did."""
+        self._lender.returned(number, error)
+
+    async def _withdraw(self, number: str) -> bool:
+        return bool(await self._roles[0].actor.withdraw.remote(number))
 
     async def facts(self, seconds: float) -> dict[str, Any]:
         """Process ids by role, as `call` answers; when all have loaded their models."""
@@ -382,15 +466,6 @@ def _start_role(
         .remote(kind, {"model": options[f"{kind}_model"], "options": own}, identify(), factory)
     )
     return RayRole(name, actor)
-
-
-def _stored(op: str, packed: Any) -> Any:
-    """The answer itself when it is small, else a `Stored`."""
-    if op not in _HANDED_ON or tensor_bytes(packed) < _STORE_FROM:
-        return packed
-    import ray
-
-    return Stored(ray.put(packed))
 
 
 def lost(role: str, op: str, error: BaseException) -> Exception:

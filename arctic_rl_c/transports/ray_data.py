@@ -31,18 +31,6 @@ class PackedTensor:
         return PackedTensor, (self.array, self.dtype, self.offsets)
 
 
-class Stored:
-    """An answer that lies in the object store, for whoever asked to fetch."""
-
-    __slots__ = ("reference",)
-
-    def __init__(self, reference: Any) -> None:
-        self.reference = reference
-
-    def __reduce__(self) -> Any:
-        return Stored, (self.reference,)
-
-
 def pack(value: Any) -> Any:
     """Replace every torch tensor in nested dicts, lists and tuples.
 
