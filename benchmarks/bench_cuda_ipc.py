@@ -24,7 +24,6 @@ import os
 import pickle
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -56,34 +55,6 @@ def fingerprint(tensors: Tensors) -> float:
         flat = tensor.flatten().double()
         total += (number + 1) * (flat * torch.arange(flat.numel(), device="cuda").sin()).sum()
     return float(total)
-
-
-# ---- how long the GIL is held -------------------------------------------------------------------
-
-
-class GilProbe:
-    """A thread that notices how long it was kept from running, while a call is made."""
-
-    def __init__(self) -> None:
-        self.longest = 0.0
-        self.stop = False
-        self.thread = threading.Thread(target=self._watch)
-
-    def _watch(self) -> None:
-        before = time.perf_counter()
-        while not self.stop:
-            time.sleep(0)
-            now = time.perf_counter()
-            self.longest = max(self.longest, now - before)
-            before = now
-
-    def __enter__(self) -> GilProbe:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop = True
-        self.thread.join()
 
 
 # ---- the sampler --------------------------------------------------------------------------------
@@ -130,7 +101,7 @@ class Sampler:
         return {name: getattr(self.stats, name) for name in names}
 
     def gil(self, offer: bytes) -> float:
-        with GilProbe() as probe:
+        with common.GilProbe() as probe:
             self.kept.pull(offer)
         return probe.longest
 

@@ -112,6 +112,10 @@ class Sampler(End):
             with arctic_rl_c.WeightReceiver(self.params) as receiver:
                 receiver.pull(data)
             return None
+        if method == "pull_watched":
+            with common.GilProbe() as probe:
+                self.receiver.pull(data)
+            return probe.longest
         if method == "check":
             return fingerprint(self.params)
         if method == "spoil":
@@ -158,7 +162,8 @@ class Trainer(End):
         self.there = torch.empty_like(self.flat, device="cuda:1")
         self.sender = self.new_sender(keep=True)
         self.ipc_sender = arctic_rl_c.WeightSender(self.params, cuda_ipc=True, keep_mapped=True)
-        #: Milliseconds of each part of a round trip of ours, of all of them.
+        #: Seconds of each part of a round trip of ours, of all of them; and what it took beside.
+        self.extra: dict[str, int] = {}
         self.legs: dict[str, list[float]] = {}
 
     def new_sender(self, keep: bool) -> arctic_rl_c.WeightSender:
@@ -194,6 +199,7 @@ class Trainer(End):
         stamps.append(time.perf_counter())
         came, went, got = self.answer("pull")
         stamps.append(time.perf_counter())
+        self.extra = {"sender": sent.extra_bytes, "receiver": got["extra_bytes"]}
         for name, seconds in {
             "offer": stamps[1] - stamps[0],
             "there": came - stamps[1],
@@ -206,6 +212,13 @@ class Trainer(End):
             "back": stamps[3] - went,
         }.items():
             self.legs.setdefault(name, []).append(seconds)
+
+    def ours_watched(self) -> tuple[float, float]:
+        """For how long another thread was kept from running, in pull and in serve."""
+        self.start("pull_watched", self.sender.offer())
+        with common.GilProbe() as probe:
+            self.sender.serve()
+        return self.answer("pull_watched"), probe.longest
 
     def ours_cuda_ipc(self) -> None:
         self.start("pull_ipc", self.ipc_sender.offer())
@@ -230,6 +243,13 @@ def legs(trainer: Trainer) -> str:
     parts = [f"{k} {common.duration(statistics.median(v))}" for k, v in trainer.legs.items()]
     trainer.legs.clear()
     return ", ".join(parts)
+
+
+def held(trainer: Trainer) -> str:
+    """The smallest of ten tell of the calls, the others of the system."""
+    watched = [trainer.ours_watched() for _ in range(10)]
+    pull, serve = (min(times) for times in zip(*watched, strict=True))
+    return f"{common.duration(pull)} in a pull, {common.duration(serve)} in a serve"
 
 
 def main() -> None:
@@ -266,6 +286,10 @@ def main() -> None:
     facts = {
         "parts of ours, in turns": in_turns,
         "parts of ours, one after another": legs(trainer),
+        "extra memory": ", ".join(
+            f"{size / 2**20:.1f} MiB on the {side}" for side, size in trainer.extra.items()
+        ),
+        "longest time without the GIL for others": held(trainer),
         "nccl": str(arctic_rl_c.show_config(as_dict=True)["nccl"]),
     }
     title = f"{args.model}: {len(trainer.params)} tensors, {trainer.nbytes / 1e9:.2f} GB"

@@ -91,6 +91,20 @@ def peak(trainer: Trainer, variant: Callable[[], None]) -> str:
     return f"{trainer.extra / MIB:.1f} MiB on the sender"
 
 
+def held(trainer: Trainer) -> str:
+    """For how long another thread was kept from running, on both sides of a sync."""
+    serve, pull = [], []
+    for _ in range(10):
+        trainer.tell("gil", trainer.rings[128].offer())
+        with common.GilProbe() as probe:
+            trainer.rings[128].serve()
+        serve.append(probe.longest)
+        done, value, *_ = trainer.connection.recv()
+        assert done, value
+        pull.append(value)
+    return f"{common.duration(min(pull))} in a pull, {common.duration(min(serve))} in a serve"
+
+
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--model", default="qwen3-0.6b", choices=sorted(shapes.MODELS))
@@ -108,6 +122,7 @@ def main() -> None:
     largest = max(t.nbytes for t in trainer.params.values())
     facts = {f"extra memory, {name}": peak(trainer, variant) for name, variant in ours.items()}
     facts["largest tensor"] = f"{largest / MIB:.1f} MiB"
+    facts["longest time without the GIL for others"] = held(trainer)
     facts["phases of ring 128 MiB"] = ipc.phases(trainer, trainer.ring(128), args.repeats)
     title = f"{args.model}: {len(trainer.params)} tensors, {trainer.nbytes / 1e9:.2f} GB"
     section = common.Section(title, results, baseline="one copy", facts=facts)

@@ -25,6 +25,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -220,6 +221,38 @@ def per_call(results: list[Result], count: int) -> list[Result]:
         Result(r.name, [s / count for s in r.seconds], r.nbytes, {**r.extra, "calls": count})
         for r in results
     ]
+
+
+# ---- the GIL -------------------------------------------------------------------------------------
+
+
+class GilProbe:
+    """A thread that notices for how long it was kept from running, while a call is made.
+
+    `longest` is in seconds, and holds what the system kept it from running too: the smallest of
+    several calls tells of the call.
+    """
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._stop = False
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        before = time.perf_counter()
+        while not self._stop:
+            time.sleep(0)
+            now = time.perf_counter()
+            self.longest = max(self.longest, now - before)
+            before = now
+
+    def __enter__(self) -> GilProbe:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._thread.join()
 
 
 # ---- reports ------------------------------------------------------------------------------------
