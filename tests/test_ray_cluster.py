@@ -19,6 +19,7 @@ import pytest
 
 import golden
 import golden_calls
+import recording_role
 import test_golden_transports
 from arctic_rl_c import (
     ArcticRLClient,
@@ -249,6 +250,23 @@ def test_a_trainer_that_hangs_and_is_killed_in_an_update(ray: Any, tmp_path: Pat
     bounded(work)
 
 
+def test_ops_run_in_the_order_of_their_calls(ray: Any) -> None:
+    """Ray itself starts most bursts of calls of an async actor in another order."""
+    transport = test_golden_transports.RecordingRay(options())
+    steps = ["fwd_bwd", "step"] * 3
+
+    async def work() -> None:
+        await recording_role.calls_of(transport)
+        for _ in range(30):
+            payloads = iter([(update_payload(),), ()] * 3)
+            await asyncio.gather(*(getattr(transport, op)(*next(payloads)) for op in steps))
+            calls = (await recording_role.calls_of(transport))["trainer"]
+            assert [op for op, _, _ in calls] == steps
+        await transport.shutdown()
+
+    bounded(work)
+
+
 def test_a_client_that_dies_with_the_trainer_in_its_hands(ray: Any) -> None:
     """Its payload never comes. The others do not wait for the end of the loan."""
 
@@ -257,7 +275,8 @@ def test_a_client_that_dies_with_the_trainer_in_its_hands(ray: Any) -> None:
             self.transport = RayTransport.from_handle(handle)
 
         async def borrow(self) -> bool:
-            asked = "a loan", "fwd_no_grad", {}, self.transport._client, 600.0, True
+            client = {**self.transport._client, "number": 1}
+            asked = "fwd_no_grad", {}, client, 600.0, True
             answer = await self.transport._server.lend.remote(*asked)
             return bool(answer["result"]["actor"])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +22,11 @@ from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.off_loop import off_loop
 from arctic_rl_c.transports.ray_actors import ServerActor, lost
 from arctic_rl_c.transports.ray_data import pack, unpack
-from arctic_rl_c.transports.ray_loan import too_late
+from arctic_rl_c.transports.ray_loan import loan_of, too_late
 from arctic_rl_c.transports.ray_watch import identify
 
 #: Ops of the server that may wait side by side.
-_CONCURRENCY = 4096
+_CONCURRENCY = 1 << 16
 _CLOSE_SECONDS = 15.0
 #: How much later than its deadline the server's word of it may come.
 _GRACE_SECONDS = 5.0
@@ -131,7 +131,8 @@ class RayTransport:
     def _set_up(self, timeout: float, timeouts: Mapping[str, float] | None) -> None:
         self._client = {"id": uuid.uuid4().hex, "identity": identify()}
         self._timeout, self._timeouts = limits(timeout, timeouts)
-        self._loans = itertools.count(1)
+        self._lock = threading.Lock()
+        self._number = 0  # of the last request
         self._trainer: Any = None  # its actor, once it has been lent
 
     # -- ops -----------------------------------------------------------------------------------
@@ -261,69 +262,100 @@ class RayTransport:
         if self._placement is not None:
             ray.util.remove_placement_group(self._placement)
 
-    # Nothing is awaited before an op is sent: those of one loop reach the server in the order of
-    # their calls.
-
     async def _call(self, op: str, **arguments: Any) -> Any:
         """Have the server run an op."""
         self._check_open(op)
         seconds = self._seconds(op)
-        asked = self._server.call.remote(op, arguments, self._client, seconds)
+        asked, _ = self._send(
+            lambda client: self._server.call.remote(op, arguments, client, seconds)
+        )
         return await self._answer_of_server(op, asked, seconds)
+
+    def _send(self, send: Callable[[dict[str, Any]], Any]) -> tuple[Any, dict[str, Any]]:
+        """Ask the server for an op: its answer's reference, and what `send` was given.
+
+        Nothing is awaited before an op is sent: those of one loop are numbered in the order of
+        their calls, and that is the order in which the server starts them.
+        """
+        with self._lock:
+            client = {**self._client, "number": self._number + 1}
+            asked = send(client)
+            self._number += 1  # not if it could not be sent: no number is left out
+        return asked, client
 
     async def _call_trainer(self, op: str, payload: Mapping[str, Any], **arguments: Any) -> Any:
         """Run an op on a payload, with a loan of the trainer: see `ray_loan`."""
         self._check_open(op)
         seconds = self._seconds(op)
         until = time.monotonic() + seconds
-        number = f"{self._client['id']} {next(self._loans)}"
-        asked = self._server.lend.remote(
-            number, op, arguments, self._client, seconds, self._trainer is None
+        asked, client = self._send(
+            lambda client: self._server.lend.remote(
+                op, arguments, client, seconds, self._trainer is None
+            )
         )
+        borrowed = loan_of(client)
         storing = asyncio.ensure_future(off_loop(_put, payload))
-        storing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        lending = asyncio.ensure_future(self._answer_of_server(op, asked, seconds, begun=False))
+        for task in (storing, lending):  # one may fail while the other is looked at
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            loan = await self._answer_of_server(op, asked, seconds)
-            self._trainer = loan.get("actor", self._trainer)
-            await asyncio.wait({storing}, timeout=_left(until))
+            both = {storing, lending}
+            await asyncio.wait(both, timeout=_left(until), return_when=asyncio.FIRST_EXCEPTION)
+            if storing.done():
+                storing.result()
+            loan = await lending
             if not storing.done():
                 raise late(op, seconds, [Wait("object store", None, begun=False)])
+            if _left(until) == 0:
+                raise late(op, seconds, [Wait("trainer", loan["pid"], begun=False)])
+            self._trainer = loan.get("actor", self._trainer)
             self._check_open(op)
             called = self._trainer.call.remote(
-                loan["op"], loan["arguments"], storing.result(), number
+                loan["op"], loan["arguments"], storing.result(), borrowed
             )
         except BaseException as error:
-            storing.cancel()
-            self._return(number, error)
+            self._return(borrowed, error)
+            with contextlib.suppress(RuntimeError):  # the loop was closed: this was left behind
+                storing.cancel()
+                lending.cancel()
             raise
         answered = called.future()
-        answered.add_done_callback(partial(self._ended, number))
+        answered.add_done_callback(partial(self._ended, borrowed))
         waits = [Wait("trainer", loan["pid"], begun=True)]
         answer = await _answer(
             answered, until, "trainer", loan["op"], partial(late, op, seconds, waits)
         )
         if "withdrawn" in answer:
-            raise too_late(op)
+            raise too_late()
         return unpack(answer["result"])
 
-    def _ended(self, loan: str, answered: Future[Any]) -> None:
+    def _ended(self, borrowed: str, answered: Future[Any]) -> None:
         error = answered.exception()
         if error is None and "error" in answered.result():
             error = rebuild_error(answered.result()["error"])
-        self._return(loan, error)
+        self._return(borrowed, error)
 
-    def _return(self, loan: str, error: BaseException | None) -> None:
+    def _return(self, borrowed: str, error: BaseException | None) -> None:
         """Tell the server that the trainer has done what it was lent for, or will not be asked."""
         if error is not None and not isinstance(error, Exception):
             error = RuntimeError(repr(error))  # cancelled
         described = None if error is None else describe_error(error)
-        with contextlib.suppress(Exception):  # one that has died needs not know
-            self._server.returned.remote(loan, described)
+        # A server that has died needs not know, and at the end of Python nothing is there any more.
+        with contextlib.suppress(Exception):
+            import ray
 
-    async def _answer_of_server(self, op: str, asked: Any, seconds: float) -> Any:
-        """What the server answers, which has the deadline, and knows best who is late."""
+            if ray.is_initialized():  # else it would start a cluster, for an actor of another
+                self._server.returned.remote(borrowed, described)
+
+    async def _answer_of_server(
+        self, op: str, asked: Any, seconds: float, begun: bool = True
+    ) -> Any:
+        """What the server answers, which has the deadline, and knows best who is late.
+
+        `begun`: whether the op may have, should the server itself be late.
+        """
         until = time.monotonic() + seconds + _GRACE_SECONDS
-        waits = [Wait("server", None, begun=True)]
+        waits = [Wait("server", None, begun)]
         answer = await _answer(
             asked.future(), until, "server", op, partial(late, op, seconds, waits)
         )

@@ -28,7 +28,8 @@ from arctic_rl_c.local.server import EmbeddedServer, within
 from arctic_rl_c.transports.deadline import SERVER_OPS, Wait, late
 from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.ray_data import pack, unpack
-from arctic_rl_c.transports.ray_loan import Lender, Loan
+from arctic_rl_c.transports.ray_loan import Lender, Loan, loan_of
+from arctic_rl_c.transports.ray_order import Arrivals
 from arctic_rl_c.transports.ray_turn import TrainingTurn
 from arctic_rl_c.transports.ray_watch import Process, identify, leave_with
 
@@ -46,6 +47,10 @@ _REMEDY = (
     "No actor is started again, as its weights are gone: end this transport, start a new one in "
     "the process that owns it, and load the last checkpoint"
 )
+
+
+#: Ops with a payload, for which the trainer is lent.
+_LENT_FOR = frozenset({"fwd_bwd", "fwd_no_grad"})
 
 
 class RoleActor:
@@ -106,8 +111,8 @@ class RoleActor:
             op: Its name.
             arguments: Its keyword arguments, but for `payload`, which is packed.
             payload: Only with a loan.
-            loan: Its number, when a client asks and not the server. `{"withdrawn": True}` is the
-                answer to one that came too late.
+            loan: What it is called, when a client asks and not the server. The answer to one that
+                comes too late is `{"withdrawn": True}`.
         """
         from arctic_rl_c.local.worker import run_op
 
@@ -294,6 +299,7 @@ class ServerActor:
         self._roles = [
             _start_role(options, resources, index, factory) for index in range(len(resources))
         ]
+        self._arrivals = Arrivals()
         self._turn = TrainingTurn()
         self._lender = Lender(self._withdraw)
         self._server = EmbeddedServer(
@@ -316,12 +322,15 @@ class ServerActor:
         Args:
             op: Its name.
             arguments: Its keyword arguments.
-            client: `id` of the transport that asks, and `identity` of its process.
+            client: `id` of the transport that asks, `identity` of its process, and the `number`
+                of the request among all of this transport.
             seconds: How long it may take.
         """
+        await self._come(client)
+        self._arrivals.passed(client)
         try:
-            if op not in SERVER_OPS:
-                raise ValueError(f"the embedded server has no op {op!r}")
+            if op not in SERVER_OPS or op in _LENT_FOR:
+                raise ValueError(f"the embedded server has no op {op!r} to call")
             with self._turn.taken(op, client), within(seconds):
                 result = await getattr(self._server, op)(**arguments)
             if op == "load_checkpoint":
@@ -332,7 +341,6 @@ class ServerActor:
 
     async def lend(
         self,
-        number: str,
         op: str,
         arguments: Mapping[str, Any],
         client: Mapping[str, Any],
@@ -342,10 +350,9 @@ class ServerActor:
         """Lend a client the trainer for an op with a payload, when it is its turn.
 
         Args:
-            number: Of this loan, unlike any other.
             op: `fwd_bwd` or `fwd_no_grad`.
             arguments: Its keyword arguments, but for `payload`.
-            client: As for `call`.
+            client: As for `call`; `loan_of` it is what the loan is called.
             seconds: How long all of it may take.
             introduce: Whether the client does not know the trainer's actor yet.
 
@@ -354,9 +361,14 @@ class ServerActor:
             its `pid`, and to `introduce` it, its `actor`. Once that has answered, or the client
             has given up before it asked, it calls `returned`.
         """
+        await self._come(client)
+        if self._lender.gave_up(loan_of(client)):
+            self._arrivals.passed(client)
+            return {"result": None}
         loan = Loan()
         running = asyncio.ensure_future(self._run_lent(loan, op, arguments, client, seconds))
-        answer = await self._lender.lend(number, loan, running, client)
+        running.add_done_callback(lambda _: self._arrivals.passed(client))  # cancelled at once
+        answer = await self._lender.lend(loan, running, client)
         if answer.get("result") is not None:
             trainer = self._roles[0]
             answer["result"]["pid"] = trainer.pid
@@ -373,7 +385,10 @@ class ServerActor:
         seconds: float,
     ) -> dict[str, Any]:
         """The op of a loan, from its place in the queue to its end."""
+        self._arrivals.passed(client)
         try:
+            if op not in _LENT_FOR:
+                raise ValueError(f"the trainer is not lent for {op!r}")
             with self._turn.taken(op, client), within(seconds):
                 try:
                     await getattr(self._server, op)(payload=loan, **arguments)
@@ -386,12 +401,16 @@ class ServerActor:
         except Exception as error:
             return {"error": describe_error(error)}
 
-    async def returned(self, number: str, error: Mapping[str, Any] | None) -> None:
-        """A client does not need its loan any more; `error` is how the op failed, if it did."""
-        self._lender.returned(number, error)
+    async def _come(self, client: Mapping[str, Any]) -> None:
+        await self._arrivals.wait(client)
+        await self._lender.ended()
 
-    async def _withdraw(self, number: str) -> bool:
-        return bool(await self._roles[0].actor.withdraw.remote(number))
+    async def returned(self, loan: str, error: Mapping[str, Any] | None) -> None:
+        """A client does not need its loan any more; `error` is how the op failed, if it did."""
+        self._lender.returned(loan, error)
+
+    async def _withdraw(self, loan: str) -> bool:
+        return bool(await self._roles[0].actor.withdraw.remote(loan))
 
     async def facts(self, seconds: float) -> dict[str, Any]:
         """Process ids by role, as `call` answers; when all have loaded their models."""

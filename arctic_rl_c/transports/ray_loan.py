@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arctic_rl_c import PeerLostError, PeerTimeoutError
-from arctic_rl_c.local.remote_errors import rebuild_error
+from arctic_rl_c.local.remote_errors import describe_error, rebuild_error
 from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.ray_watch import Process
 
@@ -82,76 +82,117 @@ class _Lent:
     timer: asyncio.TimerHandle | None = None
 
 
+def loan_of(client: Mapping[str, Any]) -> str:
+    """What the loan is called that a client asks for in this request, on all sides."""
+    return f"{client['id']} {client['number']}"
+
+
 class Lender:
-    """The server's side: which loans there are, by their numbers.
+    """The server's side: which loans there are, by what they are called.
 
     Args:
-        withdraw: Asks the role to refuse what comes for a number from now on; gives whether
-            something has come for it.
+        withdraw: Asks the role to refuse what comes with a loan from now on; gives whether
+            something has come with it.
     """
 
     def __init__(self, withdraw: Callable[[str], Awaitable[bool]]) -> None:
         self._withdraw = withdraw
         self._lent: dict[str, _Lent] = {}
+        self._given_up: set[str] = set()
+        #: Clients that did not come for a loan, and have not been heard of since.
+        self._silent: set[str] = set()
+        self._ending: set[asyncio.Future[dict[str, Any]]] = set()
         self._looking: set[asyncio.Task[None]] = set()
 
     async def lend(
         self,
-        number: str,
         loan: Loan,
         running: asyncio.Future[dict[str, Any]],
         client: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """What the loan grants, as `{"result"}`; or what `running`, its op, ends with instead."""
-        lent = self._lent[number] = _Lent(loan, running, client)
+        """What the loan grants, as `{"result"}`; or `{"error"}`, what `running`, its op, ends with.
+
+        An op that has ended so is never granted.
+        """
+        name = loan_of(client)
+        self._silent.discard(client["id"])
+        lent = self._lent[name] = _Lent(loan, running, client)
         granted = asyncio.wrap_future(loan.granted)
         await asyncio.wait({running, granted}, return_when=asyncio.FIRST_COMPLETED)
         if not loan.granted.done():
-            self._lent.pop(number, None)
-            return {"result": None} if running.cancelled() else running.result()
-        if number in self._lent:
-            self._wait(lent, number, time.monotonic() + LOAN_SECONDS)
+            self._lent.pop(name, None)
+            answer = {"error": describe_error(too_late())} if running.cancelled() else None
+            loan.end(too_late())  # should it be the role's turn at this very moment
+            return answer or running.result()
+        if name in self._lent:
+            silent = client["id"] in self._silent
+            self._wait(lent, name, time.monotonic() + (_ALIVE_SECONDS if silent else LOAN_SECONDS))
         return {"result": loan.granted.result()}
 
-    def returned(self, number: str, error: Mapping[str, Any] | None) -> None:
+    def returned(self, name: str, error: Mapping[str, Any] | None) -> None:
         """The client does not need the role any more; `error` is how its op failed, if it did."""
-        self._end(number, None if error is None else rebuild_error(error))
+        self._silent.discard(name.partition(" ")[0])
+        if name in self._lent:
+            self._end(name, None if error is None else rebuild_error(error))
+        else:  # it is over, or has overtaken the asking for it
+            self._given_up.add(name)
+            loop = asyncio.get_running_loop()
+            loop.call_later(LOAN_SECONDS, self._given_up.discard, name)
 
-    def _end(self, number: str, error: Exception | None) -> None:
-        lent = self._lent.pop(number, None)
+    async def ended(self) -> None:
+        """What was returned so far has its effect: on whose turn it is, for one."""
+        while self._ending:
+            await asyncio.wait(self._ending)
+
+    def gave_up(self, name: str) -> bool:
+        """Whether the client has returned already what it is about to be lent."""
+        known = name in self._given_up
+        self._given_up.discard(name)
+        return known
+
+    def _end(self, name: str, error: Exception | None) -> None:
+        lent = self._lent.pop(name, None)
         if lent is None:
             return
         if lent.timer is not None:
             lent.timer.cancel()
+        self._ending.add(lent.running)
+        lent.running.add_done_callback(self._ending.discard)
         if not lent.loan.end(error):
             lent.running.cancel()
 
-    def _wait(self, lent: _Lent, number: str, until: float) -> None:
+    def _wait(self, lent: _Lent, name: str, until: float) -> None:
         left = max(0.0, until - time.monotonic())
         loop = asyncio.get_running_loop()
-        lent.timer = loop.call_later(min(left, _ALIVE_SECONDS), self._look, lent, number, until)
+        lent.timer = loop.call_later(min(left, _ALIVE_SECONDS), self._look, lent, name, until)
 
-    def _look(self, lent: _Lent, number: str, until: float) -> None:
+    def _look(self, lent: _Lent, name: str, until: float) -> None:
         client = Process(lent.client["identity"])
         gone = client.gone()
         client.close()
         if not gone and time.monotonic() < until:
-            self._wait(lent, number, until)
+            self._wait(lent, name, until)
             return
-        task = asyncio.ensure_future(self._look_for(lent, number))
+        task = asyncio.ensure_future(self._end_unheard(lent, name, gone))
         self._looking.add(task)
         task.add_done_callback(self._looking.discard)
 
-    async def _look_for(self, lent: _Lent, number: str) -> None:
-        """End a loan, used or not. While its op runs the role does not answer."""
+    async def _end_unheard(self, lent: _Lent, name: str, gone: bool) -> None:
+        """End a loan, used or not, and see that its client's next ones cost others no such time."""
+        if gone:
+            for other, one in list(self._lent.items()):
+                if one.client["identity"] == lent.client["identity"] and one is not lent:
+                    self._end(other, _unheard(one.client, False))
+        else:
+            self._silent.add(lent.client["id"])
         try:
-            used = await self._withdraw(number)
+            used = await self._withdraw(name)  # which the role answers when its op has ended
         except Exception as error:  # it has died
-            self._end(number, error)
+            self._end(name, error)
             return
-        if used:
+        if used and not gone:
             await asyncio.sleep(_WORD_SECONDS)
-        self._end(number, _unheard(lent.client, used))
+        self._end(name, _unheard(lent.client, used))
 
 
 def _unheard(client: Mapping[str, Any], used: bool) -> Exception:
@@ -160,10 +201,10 @@ def _unheard(client: Mapping[str, Any], used: bool) -> Exception:
     return complete(error, "ARL_ERR_PEER_LOST", "lend", maybe_applied=used)
 
 
-def too_late(op: str) -> Exception:
+def too_late() -> Exception:
     """The error of a client whose loan was taken back before it came."""
     error = PeerTimeoutError(
-        f"{op}: the trainer waited {LOAN_SECONDS:g} s for this payload and went on to others; "
-        f"nothing was changed by it. Was this process stopped, or is Ray's object store full?"
+        "the trainer waited for this payload, was not asked in time and went on to others; nothing "
+        "was changed by it. Was this process stopped, or is Ray's object store full?"
     )
-    return complete(error, "ARL_ERR_TIMEOUT", op, maybe_applied=False)
+    return complete(error, "ARL_ERR_TIMEOUT", "lend", maybe_applied=False)

@@ -21,6 +21,9 @@ class TrainingTurn:
 
     def __init__(self) -> None:
         self._holder: Mapping[str, Any] | None = None
+        #: Batches of the holder that are under way, and whether any that ended may have been
+        #: applied since the last step.
+        self._pending, self._applied = 0, False
 
     @contextmanager
     def taken(self, op: str, client: Mapping[str, Any]) -> Iterator[None]:
@@ -33,28 +36,36 @@ class TrainingTurn:
         Raises:
             WrongProcessError: The trainer holds gradients of another client.
         """
-        before = self._holder
-        if op in ("fwd_bwd", "step"):
-            if before is not None and before["id"] != client["id"]:
-                raise _refusal(op, before)
-            if op == "fwd_bwd":
-                self._holder = client
+        if op not in ("fwd_bwd", "step"):
+            yield
+            return
+        if self._holder is not None and self._holder["id"] != client["id"]:
+            raise _refusal(op, self._holder)
+        batch = op == "fwd_bwd"
+        if batch:
+            self._holder = client
+            self._pending += 1
         try:
             yield
         except BaseException as error:
-            if op == "fwd_bwd" and not getattr(error, "maybe_applied", False):
-                # The trainer may hold what came before a batch that failed, but nothing of it.
-                self._holder = before
-            elif op == "step" and getattr(error, "maybe_applied", True):
-                self._holder = None
+            # A batch that failed may have left none; a step that failed has, unless it never began.
+            if getattr(error, "maybe_applied", not batch):
+                self._applied = batch
             raise
         else:
-            if op == "step":
-                self._holder = None
+            self._applied = batch
+        finally:
+            self._pending -= batch
+            self._let_go()
 
     def loaded(self, checkpoint: Mapping[str, Any]) -> None:
         """A checkpoint was loaded, if one was found: the trainer has dropped all gradients."""
         if checkpoint["path"] is not None:
+            self._applied = False
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if not self._applied and self._pending == 0:
             self._holder = None
 
 

@@ -10,6 +10,7 @@ import inspect
 import pickle
 import queue
 import threading
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ __all__ = ["exceptions", "util"]
 
 state = SimpleNamespace(initialized=True, resources={"CPU": 2.0}, actors=[], objects={}, options=[])
 state.session = "session-0"
+state.reorders = False  # whether async actors start the last call first, as Ray may
 
 
 def is_initialized():
@@ -106,11 +108,20 @@ class Actor(threading.Thread):
 
     async def serve(self):
         tasks = set()
-        while (request := await asyncio.to_thread(self.requests.get)) is not None:
-            task = asyncio.create_task(self.answer(*request))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+        while (batch := await asyncio.to_thread(self.take))[-1] is not None:
+            for request in batch:
+                task = asyncio.create_task(self.answer(*request))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
+
+    def take(self):
+        batch = [self.requests.get()]
+        if state.reorders:
+            time.sleep(0.01)
+            while batch[0] is not None and not self.requests.empty():
+                batch.insert(0, self.requests.get())
+        return [None] if batch[0] is None else batch
 
     async def answer(self, name, args, kwargs, future):
         try:
@@ -121,6 +132,7 @@ class Actor(threading.Thread):
     def settle(self, future, outcome):
         if future.done():
             return
+        self.open.remove(future)
         if isinstance(outcome, Exception):
             future.set_exception(outcome)
         else:
@@ -132,7 +144,7 @@ class Actor(threading.Thread):
         self.dead = exceptions.RayActorError(text)
         for actor in self.owned:  # an actor ends with who created it
             actor.die("its owner died")
-        for future in self.open:
+        for future in list(self.open):
             if not future.done():
                 future.set_exception(self.dead)
         self.requests.put(None)
