@@ -283,6 +283,8 @@ def main() -> None:
     in_turns = legs(trainer)
     for _ in range(args.repeats):
         trainer.ours()
+    found = arctic_rl_c.show_config(as_dict=True)
+    assert found is not None
     facts = {
         "parts of ours, in turns": in_turns,
         "parts of ours, one after another": legs(trainer),
@@ -290,7 +292,7 @@ def main() -> None:
             f"{size / 2**20:.1f} MiB on the {side}" for side, size in trainer.extra.items()
         ),
         "longest time without the GIL for others": held(trainer),
-        "nccl": str(arctic_rl_c.show_config(as_dict=True)["nccl"]),
+        "nccl": "{version}, {found}".format(**found["nccl"]),
     }
     title = f"{args.model}: {len(trainer.params)} tensors, {trainer.nbytes / 1e9:.2f} GB"
     section = common.Section(title, results, baseline="one flat send", facts=facts)
