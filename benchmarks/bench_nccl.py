@@ -96,15 +96,12 @@ class Sampler(End):
         super().__init__(model, 1)
         self.receiver = arctic_rl_c.WeightReceiver(self.params, keep_mapped=True)
         self.kept_ipc = arctic_rl_c.WeightReceiver(self.params, keep_mapped=True)
-        self.stats: Any = None
-        self.came = self.went = 0.0
 
     def call(self, method: str, data: bytes) -> Any:
         if method == "pull":
-            self.came = time.perf_counter()
-            self.stats = self.receiver.pull(data)
-            self.went = time.perf_counter()
-            return self.came, self.went, self.stats.as_dict()
+            came = time.perf_counter()
+            stats = self.receiver.pull(data)
+            return came, time.perf_counter(), stats.as_dict()
         if method == "pull_ipc":
             self.kept_ipc.pull(data)
             return None

@@ -8,7 +8,6 @@ server runs over child processes, over actors, and behind an HTTP front end.
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 
 from arctic_rl_c import PeerLostError, WeightSyncError
 from arctic_rl_c.local.routing import Router, as_keys, as_prompts, merge_answers, sequences_of
-from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late, limits
+from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late, left, limits
 
 _Asked = Sequence[tuple["Role", Future[Any]]]
 
@@ -278,7 +277,7 @@ class EmbeddedServer:
         waiting = asyncio.wrap_future(future)
         waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
         seconds = self._seconds("sync_weights")
-        await asyncio.wait({waiting}, timeout=_left(time.monotonic() + seconds))
+        await asyncio.wait({waiting}, timeout=left(time.monotonic() + seconds))
         if not waiting.done():
             begun = not future.cancel()
             raise late("sync_weights", seconds, self._waits_of_sync(begun))
@@ -342,7 +341,7 @@ class EmbeddedServer:
         asked = await self._after_syncs(op, ask, seconds, until)
         waiting = [asyncio.wrap_future(future) for _, future in asked]
         try:
-            _, pending = await asyncio.wait(waiting, timeout=_left(until))
+            _, pending = await asyncio.wait(waiting, timeout=left(until))
             if pending:
                 waits = [
                     _wait_for(role, begun=not future.cancel())  # taken back if not
@@ -371,7 +370,7 @@ class EmbeddedServer:
                 if sync is None:
                     return ask()
             waiter = asyncio.wrap_future(sync)
-            await asyncio.wait({waiter}, timeout=_left(until))
+            await asyncio.wait({waiter}, timeout=left(until))
             if not waiter.done():
                 raise late(op, seconds, self._waits_of_sync(begun=False))
 
@@ -505,8 +504,3 @@ class EmbeddedServer:
 
 def _wait_for(role: Role, begun: bool) -> Wait:
     return Wait(role.role, role.pid, begun, role.current)
-
-
-def _left(until: float) -> float | None:
-    """Seconds until then, as asyncio takes them."""
-    return None if until == math.inf else max(0.0, until - time.monotonic())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,11 @@ def limits(
                 "limit"
             )
     return float(timeout), {op: float(seconds) for op, seconds in (timeouts or {}).items()}
+
+
+def left(until: float) -> float | None:
+    """Seconds until then, by `time.monotonic`, as asyncio takes them: None is no limit."""
+    return None if until == math.inf else max(0.0, until - time.monotonic())
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import threading
 import time
 import uuid
@@ -16,11 +15,11 @@ from typing import Any
 
 from arctic_rl_c import ClosedError, ConfigError, PeerLostError, TransportUnavailableError
 from arctic_rl_c.local.options import ROLE_FACTORY, LocalOptions, as_dict
-from arctic_rl_c.local.remote_errors import describe_error, rebuild_error
-from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late, limits
+from arctic_rl_c.local.remote_errors import describe_error
+from arctic_rl_c.transports.deadline import TIMEOUT, Wait, late, left, limits
 from arctic_rl_c.transports.http_errors import complete
 from arctic_rl_c.transports.off_loop import off_loop
-from arctic_rl_c.transports.ray_actors import ServerActor, lost
+from arctic_rl_c.transports.ray_actors import ServerActor, failure
 from arctic_rl_c.transports.ray_data import pack, unpack
 from arctic_rl_c.transports.ray_loan import loan_of, too_late
 from arctic_rl_c.transports.ray_watch import identify
@@ -300,13 +299,13 @@ class RayTransport:
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             both = {storing, lending}
-            await asyncio.wait(both, timeout=_left(until), return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(both, timeout=left(until), return_when=asyncio.FIRST_EXCEPTION)
             if storing.done():
                 storing.result()
             loan = await lending
             if not storing.done():
                 raise late(op, seconds, [Wait("object store", None, begun=False)])
-            if _left(until) == 0:
+            if left(until) == 0:
                 raise late(op, seconds, [Wait("trainer", loan["pid"], begun=False)])
             self._trainer = loan.get("actor", self._trainer)
             self._check_open(op)
@@ -320,20 +319,13 @@ class RayTransport:
                 lending.cancel()
             raise
         answered = called.future()
-        answered.add_done_callback(partial(self._ended, borrowed))
+        asked_of = "trainer", loan["op"]
+        answered.add_done_callback(lambda done: self._return(borrowed, failure(*asked_of, done)))
         waits = [Wait("trainer", loan["pid"], begun=True)]
-        answer = await _answer(
-            answered, until, "trainer", loan["op"], partial(late, op, seconds, waits)
-        )
+        answer = await _answer(answered, until, *asked_of, partial(late, op, seconds, waits))
         if "withdrawn" in answer:
             raise too_late()
         return unpack(answer["result"])
-
-    def _ended(self, borrowed: str, answered: Future[Any]) -> None:
-        error = answered.exception()
-        if error is None and "error" in answered.result():
-            error = rebuild_error(answered.result()["error"])
-        self._return(borrowed, error)
 
     def _return(self, borrowed: str, error: BaseException | None) -> None:
         """Tell the server that the trainer has done what it was lent for, or will not be asked."""
@@ -399,20 +391,14 @@ async def _answer(
             loop.call_soon_threadsafe(come.set_result, None)
 
     answered.add_done_callback(wake)
-    await asyncio.wait({come}, timeout=_left(until))
+    await asyncio.wait({come}, timeout=left(until))
     if not come.done():
         raise late()
-    error = answered.exception()
-    if error is not None:
-        raise lost(role, op, error) from error
+    failed = failure(role, op, answered)
+    if failed is not None:
+        raise failed
     answer: dict[str, Any] = answered.result()
-    if "error" in answer:
-        raise rebuild_error(answer["error"])
     return answer
-
-
-def _left(until: float) -> float | None:
-    return None if until == math.inf else max(0.0, until - time.monotonic())
 
 
 def _connected_ray() -> Any:

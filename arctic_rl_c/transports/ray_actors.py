@@ -257,13 +257,8 @@ class RayRole:
                 self._process = Process(done.result())
 
     def _finish(self, request: _Request, done: Future[Any]) -> None:
-        error = done.exception()
-        if error is not None:
-            self._settle(request, lost(self.role, request.op, error))
-        elif "error" in done.result():
-            self._settle(request, rebuild_error(done.result()["error"]))
-        else:
-            self._settle(request, None, done.result()["result"])
+        error = failure(self.role, request.op, done)
+        self._settle(request, error, None if error is not None else done.result()["result"])
 
     def _settle(self, request: _Request, error: BaseException | None, result: Any = None) -> None:
         with self._lock:
@@ -485,6 +480,15 @@ def _start_role(
         .remote(kind, {"model": options[f"{kind}_model"], "options": own}, identify(), factory)
     )
     return RayRole(name, actor)
+
+
+def failure(role: str, op: str, answered: Future[Any]) -> Exception | None:
+    """What a call of an actor ended with, as an exception of this package; None for a result."""
+    error = answered.exception()
+    if error is not None:
+        return lost(role, op, error)
+    answer = answered.result()
+    return rebuild_error(answer["error"]) if "error" in answer else None
 
 
 def lost(role: str, op: str, error: BaseException) -> Exception:

@@ -74,6 +74,11 @@ class Loan:
         return settle is not None
 
 
+def loan_of(client: Mapping[str, Any]) -> str:
+    """What the loan is called that a client asks for in this request, on all sides."""
+    return f"{client['id']} {client['number']}"
+
+
 @dataclass
 class _Lent:
     loan: Loan
@@ -81,10 +86,9 @@ class _Lent:
     client: Mapping[str, Any]
     timer: asyncio.TimerHandle | None = None
 
-
-def loan_of(client: Mapping[str, Any]) -> str:
-    """What the loan is called that a client asks for in this request, on all sides."""
-    return f"{client['id']} {client['number']}"
+    @property
+    def name(self) -> str:
+        return loan_of(self.client)
 
 
 class Lender:
@@ -114,19 +118,19 @@ class Lender:
 
         An op that has ended so is never granted.
         """
-        name = loan_of(client)
         self._silent.discard(client["id"])
-        lent = self._lent[name] = _Lent(loan, running, client)
+        lent = _Lent(loan, running, client)
+        self._lent[lent.name] = lent
         granted = asyncio.wrap_future(loan.granted)
         await asyncio.wait({running, granted}, return_when=asyncio.FIRST_COMPLETED)
         if not loan.granted.done():
-            self._lent.pop(name, None)
-            answer = {"error": describe_error(too_late())} if running.cancelled() else None
-            loan.end(too_late())  # should it be the role's turn at this very moment
-            return answer or running.result()
-        if name in self._lent:
+            self._lent.pop(lent.name, None)
+            error = too_late()
+            loan.end(error)  # should it be the role's turn at this very moment
+            return {"error": describe_error(error)} if running.cancelled() else running.result()
+        if lent.name in self._lent:
             silent = client["id"] in self._silent
-            self._wait(lent, name, time.monotonic() + (_ALIVE_SECONDS if silent else LOAN_SECONDS))
+            self._wait(lent, time.monotonic() + (_ALIVE_SECONDS if silent else LOAN_SECONDS))
         return {"result": loan.granted.result()}
 
     def returned(self, name: str, error: Mapping[str, Any] | None) -> None:
@@ -161,38 +165,37 @@ class Lender:
         if not lent.loan.end(error):
             lent.running.cancel()
 
-    def _wait(self, lent: _Lent, name: str, until: float) -> None:
-        left = max(0.0, until - time.monotonic())
-        loop = asyncio.get_running_loop()
-        lent.timer = loop.call_later(min(left, _ALIVE_SECONDS), self._look, lent, name, until)
+    def _wait(self, lent: _Lent, until: float) -> None:
+        pause = min(max(0.0, until - time.monotonic()), _ALIVE_SECONDS)
+        lent.timer = asyncio.get_running_loop().call_later(pause, self._look, lent, until)
 
-    def _look(self, lent: _Lent, name: str, until: float) -> None:
+    def _look(self, lent: _Lent, until: float) -> None:
         client = Process(lent.client["identity"])
         gone = client.gone()
         client.close()
         if not gone and time.monotonic() < until:
-            self._wait(lent, name, until)
+            self._wait(lent, until)
             return
-        task = asyncio.ensure_future(self._end_unheard(lent, name, gone))
+        task = asyncio.ensure_future(self._end_unheard(lent, gone))
         self._looking.add(task)
         task.add_done_callback(self._looking.discard)
 
-    async def _end_unheard(self, lent: _Lent, name: str, gone: bool) -> None:
+    async def _end_unheard(self, lent: _Lent, gone: bool) -> None:
         """End a loan, used or not, and see that its client's next ones cost others no such time."""
         if gone:
-            for other, one in list(self._lent.items()):
+            for one in list(self._lent.values()):
                 if one.client["identity"] == lent.client["identity"] and one is not lent:
-                    self._end(other, _unheard(one.client, False))
+                    self._end(one.name, _unheard(one.client, False))
         else:
             self._silent.add(lent.client["id"])
         try:
-            used = await self._withdraw(name)  # which the role answers when its op has ended
+            used = await self._withdraw(lent.name)  # which the role answers when its op has ended
         except Exception as error:  # it has died
-            self._end(name, error)
+            self._end(lent.name, error)
             return
         if used and not gone:
             await asyncio.sleep(_WORD_SECONDS)
-        self._end(name, _unheard(lent.client, used))
+        self._end(lent.name, _unheard(lent.client, used))
 
 
 def _unheard(client: Mapping[str, Any], used: bool) -> Exception:

@@ -16,10 +16,6 @@
  */
 enum { THREADS = 512, BLOCKS_PER_SM = 1 };
 
-/* A wait for a device is spun this long before it sleeps: a pull of some GB ends within it, from
- * another GPU too, and sleeping through part of it costs up to a tenth of its time. */
-static const int64_t SPIN_NS = 20 * 1000 * 1000;
-
 /* ---- engine --------------------------------------------------------------------------------- */
 
 static void
@@ -151,7 +147,7 @@ arl_cuda_stream_wait(const arl_cuda_device_t *device, arl_cu_stream_t stream,
     if (status != ARL_OK) {
         return status;
     }
-    status = arl_deadline_wait_spinning(deadline, SPIN_NS, stream_ready,
+    status = arl_deadline_wait_spinning(deadline, ARL_CUDA_SPIN_NS, stream_ready,
                                         alive == NULL ? NULL : stream_peer_alive, &wait);
     arl_cuda_device_pop(device);
     switch (status) {

@@ -13,6 +13,13 @@
  * None of this may be called with the GIL held. The functions push and pop the context.
  */
 
+/*
+ * A wait for what a GPU does is spun this long before it sleeps: a copy or transfer of some GB ends
+ * within it, from another GPU too. A sleep is longer than it was meant to be, up to a tenth of what
+ * was waited; where both sides of a transfer slept, 0.2 of 4 ms.
+ */
+static const int64_t ARL_CUDA_SPIN_NS = 20 * 1000 * 1000;
+
 typedef struct arl_cuda_engine {
     arl_cuda_device_t device;
     arl_cu_stream_t stream; /* non-blocking: ordered after nothing but what it waits for */

@@ -7,10 +7,6 @@
 /* A transfer is launched within microseconds, except for the first one, which connects. */
 static const int64_t LAUNCH_SPIN_NS = 500 * 1000;
 
-/* A transfer of some GB ends within it. A sleep is longer than it was meant to be, and both sides
- * wait: together they added 0.2 ms to 4 ms. */
-static const int64_t TRANSFER_SPIN_NS = 20 * 1000 * 1000;
-
 /* How long a communicator may take to be put down before it is dropped. */
 static const double FINISH_SECONDS = 0.25;
 
@@ -420,5 +416,5 @@ arl_nccl_link_reach(arl_nccl_link_t *link, arl_cuda_queue_t *queue, int64_t goal
 
     (void)snprintf(what, sizeof(what), "%s %lld of the transfer",
                    link->place.senders > 1 ? "round" : "chunk", (long long)goal - 1);
-    return queue->ended >= goal ? ARL_OK : link_wait(&waiting, TRANSFER_SPIN_NS, what);
+    return queue->ended >= goal ? ARL_OK : link_wait(&waiting, ARL_CUDA_SPIN_NS, what);
 }
